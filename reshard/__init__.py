@@ -1,0 +1,82 @@
+"""Make an FSDP run survive any change of machines.
+
+Everything public is here. Nothing heavy is imported before it is used: the command line describes a checkpoint without
+paying for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from reshard.batch.plan import BatchPlan
+    from reshard.cluster.signals import StopSignal
+    from reshard.train.accumulate import StepResult, accumulate
+    from reshard.train.checkpointer import Checkpointer
+    from reshard.train.exact import exact
+    from reshard.train.export import export_weights
+    from reshard.train.load import load_state
+    from reshard.train.norm import clip_grad_norm_
+    from reshard.train.report import LoadReport
+    from reshard.train.rng import SlotStreams
+    from reshard.train.sample_streams import SeededDataset
+    from reshard.train.sampler import ElasticSampler
+    from reshard.train.save import save_state
+    from reshard.train.state import TrainState
+    from reshard.train.trace import TraceWriter
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BatchPlan": "reshard.batch.plan",
+    "Checkpointer": "reshard.train.checkpointer",
+    "ElasticSampler": "reshard.train.sampler",
+    "LoadReport": "reshard.train.report",
+    "SeededDataset": "reshard.train.sample_streams",
+    "SlotStreams": "reshard.train.rng",
+    "StepResult": "reshard.train.accumulate",
+    "StopSignal": "reshard.cluster.signals",
+    "TraceWriter": "reshard.train.trace",
+    "TrainState": "reshard.train.state",
+    "accumulate": "reshard.train.accumulate",
+    "clip_grad_norm_": "reshard.train.norm",
+    "exact": "reshard.train.exact",
+    "export_weights": "reshard.train.export",
+    "load_state": "reshard.train.load",
+    "save_state": "reshard.train.save",
+}
+
+__all__ = [
+    "BatchPlan",
+    "Checkpointer",
+    "ElasticSampler",
+    "LoadReport",
+    "ReshardError",
+    "SeededDataset",
+    "SlotStreams",
+    "StepResult",
+    "StopSignal",
+    "TraceWriter",
+    "TrainState",
+    "accumulate",
+    "clip_grad_norm_",
+    "exact",
+    "export_weights",
+    "load_state",
+    "save_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,27 @@
+"""Where the command line's words go: data to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+
+def print_json(fields: Mapping[str, object]) -> None:
+    """One JSON object to stdout; numbers that are not finite as Python's `json` writes them."""
+    print(json.dumps(fields, indent=2))
+
+
+def print_text(text: str) -> None:
+    """A result for people, to stdout."""
+    print(text)
+
+
+def print_error(text: object) -> None:
+    """Why the verb failed, to stderr."""
+    print(f"reshard: error: {text}", file=sys.stderr)
+
+
+def print_warning(text: object) -> None:
+    """What deserves attention although the verb succeeded, to stderr."""
+    print(f"reshard: warning: {text}", file=sys.stderr)

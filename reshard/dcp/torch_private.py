@@ -1,0 +1,69 @@
+"""The private symbols of torch that this project leans on, each with the reason why no public one will do.
+
+Tested with torch 2.13. A test holds that no other module of ``reshard`` names an underscored torch symbol.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import filesystem, metadata
+
+__all__ = ["METADATA_CLASSES", "ShardedTensor", "empty_sharded_like"]
+
+# The classes that torch itself pickles into a DCP ``.metadata``: the allow-list for reading one. Two of them, and the
+# function that stands for a layout, have no public name.
+METADATA_CLASSES: Mapping[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    # Where it was saved, under the names that Python 3.10 to 3.14 give the class.
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
+    **{
+        ("torch", str(value).removeprefix("torch.")): value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    },
+}
+
+
+def empty_sharded_like(reference: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    """An uninitialised ShardedTensor in the layout of another.
+
+    FSDP1 without a device mesh keeps its sharded state in this class. It has no ``empty_like``, and its public
+    constructor is a collective that gathers the layout anew for each tensor.
+    """
+    known = reference.metadata()
+    properties = type(known.tensor_properties)(
+        dtype=dtype,
+        layout=known.tensor_properties.layout,
+        requires_grad=False,
+        memory_format=known.tensor_properties.memory_format,
+        pin_memory=False,
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in reference.local_shards()],
+        type(known)(known.shards_metadata, known.size, properties),
+        process_group=reference._process_group,
+    )

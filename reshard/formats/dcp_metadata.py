@@ -1,0 +1,318 @@
+"""The ``.metadata`` file of torch.distributed.checkpoint (DCP), read without torch.
+
+The file is one pickle (protocol 4, no persistent ids) of a ``torch.distributed.checkpoint.metadata.Metadata``, written
+last and by one rank; until it is there the checkpoint is not finished. Every object below is pickled as NEWOBJ and a
+BUILD with its attributes as a dict, unless it says otherwise::
+
+    Metadata
+        state_dict_metadata   dict: flat key -> TensorStorageMetadata | BytesStorageMetadata
+        planner_data          dict: flat key -> path in the nested state, a tuple of str (dict) and int (list) steps;
+                              None, or a planner's own data, where the state was not flattened by the stock planner
+        storage_data          dict: MetadataIndex -> _StorageInfo
+        storage_meta          StorageMeta(checkpoint_id: str or Path, save_id, load_id, modules); since 2.3
+        version               "1.0.0"; since 2.7
+        all_local_plans       Megatron only: the SavePlans of all ranks
+    TensorStorageMetadata     properties, size: Size, chunks: [ChunkStorageMetadata(offsets: Size, sizes: Size)]
+    BytesStorageMetadata      no attributes: any other object, stored by torch.save
+    TensorProperties          BUILD with a tuple (dtype, layout, requires_grad, memory format, pinned); up to 2.2 the
+                              class is that of torch.distributed._shard.sharded_tensor.metadata
+    MetadataIndex             fqn, offset: Size (None for bytes), index: a hint that is not part of its identity
+    _StorageInfo              relative_path, offset, length; transform_descriptors where the bytes went through a stream
+                              transform such as compression. Of torch.distributed.checkpoint.filesystem
+
+    torch.Size                REDUCE torch.Size((n, ...))
+    dtype                     GLOBAL torch <name>, e.g. torch float32
+    layout                    REDUCE torch.serialization._get_layout("torch.strided")
+    memory format             REDUCE of an enum member by its number
+
+``storage_data`` says where each chunk lies: the bytes [offset, offset + length) of the file ``relative_path`` are one
+complete ``torch.save`` archive with the chunk, or with the object. A chunk is looked up by (flat key, offsets). Several
+ranks that own no rows of a tensor each leave a chunk of no elements, at an offset that equals the dim. Sizes, offsets
+and keys are written here and nowhere else: without this file the ``.distcp`` files are nameless pieces.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from reshard.errors import CheckpointUnsound, StorageError
+from reshard.formats import unpickle
+from reshard.formats.unpickle import StandIn
+
+FILE_NAME = ".metadata"
+
+
+class StoredChunk(NamedTuple):
+    """A box of a tensor and the bytes of the ``torch.save`` archive that holds it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset_bytes: int
+    length_bytes: int
+
+
+class Extent(NamedTuple):
+    """A byte range of one file, and the flat key whose bytes it holds."""
+
+    offset_bytes: int
+    length_bytes: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as recorded: torch's name of the dtype (``bfloat16``), the global shape, the chunks in file order.
+
+    A chunk of no elements for which nothing was stored is left out.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What a DCP checkpoint holds and where each byte of it lies.
+
+    Attributes:
+        tensors: by flat key.
+        objects: flat keys of what is not a tensor.
+        paths: flat key -> path in the nested state; empty where the stock planner did not record it.
+        extents: file, relative to the folder -> its byte ranges in order.
+        transforms: stream transforms that the bytes went through; where there are any, a byte range is not an archive.
+    """
+
+    tensors: dict[str, StoredTensor]
+    objects: frozenset[str]
+    paths: dict[str, tuple[str | int, ...]]
+    extents: dict[str, list[Extent]]
+    transforms: frozenset[str] = frozenset()
+
+
+def read(folder: str | os.PathLike[str]) -> DcpMetadata:
+    """Reads the ``.metadata`` of a checkpoint folder.
+
+    Raises:
+        CheckpointUnsound: it is missing, damaged, contradicts itself or points outside the folder.
+        UnsafePickle: it names classes that are not part of DCP.
+        StorageError: the file system failed to read it.
+    """
+    return read_file(Path(folder) / FILE_NAME)
+
+
+def read_file(path: str | os.PathLike[str]) -> DcpMetadata:
+    """As ``read``, for a metadata file of any name, such as the ``__<rank>.metadata`` of a save without collectives."""
+    try:
+        with Path(path).open("rb") as file:
+            root = unpickle.load(file, _ALLOWED, path=path)
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "the save was not finished, or the files of rank 0 are on another machine's disk"
+        if any(Path(path).parent.glob("__*.metadata")):
+            hint = "the save ran with use_collectives=False, which leaves a __<rank>.metadata per rank: merge them all"
+        raise CheckpointUnsound("missing", path=path, hint=hint) from None
+    except OSError as error:
+        raise StorageError("cannot be read", path=path, found=error) from error
+    try:
+        return _contents(root, path)
+    except (_Contradiction, AttributeError) as error:
+        # A stand-in has just the attributes that the file gave it.
+        raise CheckpointUnsound(f"not the metadata of a checkpoint ({error})", path=path) from error
+
+
+class _Metadata(StandIn):
+    state_dict_metadata: object
+    storage_data: object
+
+
+class _TensorStorage(StandIn):
+    properties: object
+    size: object
+    chunks: object
+
+
+class _BytesStorage(StandIn):
+    pass
+
+
+class _Chunk(StandIn):
+    offsets: object
+    sizes: object
+
+
+class _Index(StandIn):
+    fqn: object
+
+
+class _StorageInfo(StandIn):
+    relative_path: object
+    offset: object
+    length: object
+
+
+class _Properties(StandIn):
+    dtype: object
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        self.dtype = state[0]
+
+
+class _Ignored(StandIn):
+    pass
+
+
+def _layout(name: object) -> object:
+    return name
+
+
+_DTYPE_NAMES = """
+float64 float32 float16 bfloat16 complex32 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64
+float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 qint32 quint8 quint4x2
+quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 uint1 uint2 uint3 uint4 uint5 uint6 uint7
+int1 int2 int3 int4 int5 int6 int7
+"""
+_DTYPES = frozenset(_DTYPE_NAMES.split())
+
+_DCP = "torch.distributed.checkpoint"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (f"{_DCP}.metadata", "Metadata"): _Metadata,
+    (f"{_DCP}.metadata", "TensorStorageMetadata"): _TensorStorage,
+    (f"{_DCP}.metadata", "BytesStorageMetadata"): _BytesStorage,
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"): _Chunk,
+    (f"{_DCP}.metadata", "MetadataIndex"): _Index,
+    (f"{_DCP}.metadata", "TensorProperties"): _Properties,
+    (f"{_DCP}.metadata", "StorageMeta"): _Ignored,
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Ignored,
+    (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
+    (f"{_DCP}.filesystem", "_StoragePrefix"): _Ignored,
+    (_SHARDED_TENSOR, "TensorProperties"): _Properties,
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _Ignored,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): dict,
+    **{("torch", name): name for name in _DTYPES},
+    **{(f"{_DCP}.planner", name): _Ignored for name in _PLANS},
+    # Python 3.13 pickled paths by the name of a private module.
+    **{(module, name): _Ignored for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
+
+
+class _Contradiction(Exception):
+    """The pickle is whole and does not hold what a DCP metadata file holds."""
+
+
+@dataclass
+class _Storage:
+    """``storage_data``, by chunk and by file."""
+
+    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+    extents: dict[str, list[Extent]]
+    transforms: set[str]
+
+
+def _contents(root: object, path: str | os.PathLike[str]) -> DcpMetadata:
+    metadata = _expect(root, _Metadata)
+    storage = _storage(_expect(metadata.storage_data, dict))
+    tensors: dict[str, StoredTensor] = {}
+    objects: set[str] = set()
+    lost: list[str] = []
+    for key, entry in _expect(metadata.state_dict_metadata, dict).items():
+        _expect(key, str)
+        if type(entry) is _TensorStorage:
+            tensors[key] = _tensor(key, entry, storage, lost)
+            continue
+        _expect(entry, _BytesStorage)
+        objects.add(key)
+        if (key, None) not in storage.places:
+            lost.append(f"{key}: no bytes are recorded for this object")
+    if lost:
+        raise CheckpointUnsound(
+            "lists what was never stored",
+            path=path,
+            hint="part of the ranks did not take part in the save: use an earlier checkpoint",
+            details=lost,
+        )
+    paths = _paths(getattr(metadata, "planner_data", None))
+    return DcpMetadata(tensors, frozenset(objects), paths, storage.extents, frozenset(storage.transforms))
+
+
+def _storage(entries: dict[object, object]) -> _Storage:
+    storage = _Storage({}, {}, set())
+    checked: set[str] = set()
+    for index, info in entries.items():
+        key = _expect(_expect(index, _Index).fqn, str)
+        offsets = getattr(index, "offset", None)
+        info = _expect(info, _StorageInfo)
+        file = _expect(info.relative_path, str)
+        if file not in checked:
+            _check_inside(file)
+            checked.add(file)
+        offset_bytes, length_bytes = _counts((info.offset, info.length), key)
+        place = (file, offset_bytes, length_bytes)
+        storage.places[key, None if offsets is None else _counts(offsets, key)] = place
+        storage.extents.setdefault(file, []).append(Extent(offset_bytes, length_bytes, key))
+        if (transforms := getattr(info, "transform_descriptors", None)) is not None:
+            storage.transforms.update(_expect(name, str) for name in _expect(transforms, list))
+    for extents in storage.extents.values():
+        extents.sort()
+    return storage
+
+
+def _tensor(key: str, entry: _TensorStorage, storage: _Storage, lost: list[str]) -> StoredTensor:
+    dtype = _expect(entry.properties, _Properties).dtype
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise _Contradiction(f"{key}: no dtype")
+    shape = _counts(entry.size, key)
+    chunks: list[StoredChunk] = []
+    for chunk in _expect(entry.chunks, list):
+        offsets, sizes = _counts(_expect(chunk, _Chunk).offsets, key), _counts(chunk.sizes, key)
+        if not len(offsets) == len(sizes) == len(shape):
+            raise _Contradiction(f"{key}: a chunk of {sizes} at {offsets} in a tensor of {shape}")
+        place = storage.places.get((key, offsets))
+        if place is not None:
+            chunks.append(StoredChunk(offsets, sizes, *place))
+        elif 0 not in sizes:
+            lost.append(f"{key}: no bytes are recorded for the chunk of {sizes} at {offsets}")
+    return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
+    """The paths of the stock planner. Any other planner may keep there what it likes, which is not ours to judge."""
+    if not isinstance(planner_data, dict):
+        return {}
+    for key, steps in planner_data.items():
+        if type(key) is not str or type(steps) is not tuple or not {type(step) for step in steps} <= {str, int}:
+            return {}
+    return planner_data
+
+
+def _check_inside(file: str) -> None:
+    """Refuses a name that leaves the folder: the next thing done with it is to open it."""
+    parts = file.split("/")
+    encodable = file.encode(errors="ignore").decode() == file
+    if not encodable or "\0" in file or ".." in parts or parts[-1] in ("", ".") or parts[0] == "":
+        raise _Contradiction(f"names the file {file!r}, which is not inside the checkpoint")
+
+
+def _counts(value: object, key: str) -> tuple[int, ...]:
+    if type(value) is tuple and all(type(count) is int and 0 <= count < _TOO_LARGE for count in value):
+        return value
+    raise _Contradiction(f"{key}: an offset or a length that is not one")
+
+
+_TOO_LARGE = 1 << 63
+_T = TypeVar("_T")
+
+
+def _expect(value: object, kind: type[_T]) -> _T:
+    if type(value) is not kind:
+        raise _Contradiction(f"a {type(value).__name__} where a {kind.__name__} belongs")
+    return value

@@ -1,0 +1,159 @@
+"""One step: the slots of a global batch, one after the other, on whatever ranks there are.
+
+The gradient is that of the mean loss over the global batch, at every world size: each slot's loss is weighted by its
+share of the step's samples (or of its tokens), and a rank without a slot in the last micro-step runs along for the
+collectives with weight zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from reshard.batch.plan import BatchPlan
+from reshard.errors import UsageError
+from reshard.train.exact import ExactReduction, exact_reduction
+from reshard.train.ranks import all_ranks
+from reshard.train.rng import SlotStreams
+from reshard.train.sampler import ElasticSampler
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on every rank.
+
+    Attributes:
+        loss: the mean over the step's samples (or tokens), added in slot order, so with the same bits at every
+            world size where the slots' losses have them.
+        samples: trained on in this step.
+        tokens: as ``weigh`` counted them; None without it.
+    """
+
+    loss: float
+    samples: int
+    tokens: int | None
+
+
+def accumulate(
+    model: torch.nn.Module,
+    micro_batches: Sequence[Batch],
+    compute_loss: Callable[[Batch], torch.Tensor],
+    plan: BatchPlan,
+    *,
+    sampler: ElasticSampler | None = None,
+    dp_rank: int | None = None,
+    streams: SlotStreams | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    weigh: Callable[[Batch], int] | None = None,
+) -> StepResult:
+    """Runs forward and backward of all slots of a step; the gradients are then ready to be clipped and applied.
+
+    Call it on every rank, between ``zero_grad`` and ``optimizer.step``. The stock reduction must be the default one,
+    a mean over the data-parallel ranks (FSDP1, FSDP2, DDP); a model in exact mode is summed in slot order.
+
+    Args:
+        model: whose parameters get the gradients.
+        micro_batches: this rank's, one a micro-step, as ``ElasticSampler.steps`` gives them.
+        compute_loss: micro-batch -> scalar mean over its samples (over its tokens where ``weigh`` is given).
+        plan: how the global batch is dealt out.
+        sampler: tells how many samples a last, incomplete step has, and is advanced at the end.
+        dp_rank: this rank's data-parallel coordinate; by default the sampler's, else the global rank.
+        streams: random streams by slot; advanced at the end.
+        scaler: scales the loss (fp16).
+        weigh: micro-batch -> number of tokens its loss is a mean over. With it the result is the mean over all tokens
+            of the step; without, over its samples.
+
+    Raises:
+        UsageError: the number of micro-batches is not the plan's, or all weights are zero.
+    """
+    step = _Step(plan, sampler, dp_rank)
+    if len(micro_batches) != step.micro_steps:
+        raise UsageError(
+            "not one micro-batch for each micro-step",
+            rank=step.dp_rank,
+            expected=step.micro_steps,
+            found=len(micro_batches),
+            hint="take them from ElasticSampler.steps(loader)",
+        )
+    tokens = None if weigh is None else step.all_slots([float(weigh(batch)) for batch in micro_batches])
+    weights = _weights(step, tokens)
+    reduction = exact_reduction(model)
+    # A stock reduction divides by the ranks; the weights already are shares of the whole.
+    factor = 1.0 if reduction is not None else float(plan.ranks)
+    losses = []
+    with _summed(reduction):
+        for micro_step, batch in enumerate(micro_batches):
+            if reduction is not None:
+                reduction.micro_step(step.active_ranks(micro_step))
+            slot = step.slot(micro_step)
+            with contextlib.nullcontext() if streams is None else streams.slot(step.stream(micro_step)):
+                loss = compute_loss(batch)
+                weighted = loss * (factor * weights[slot] if slot is not None else 0.0)
+                (weighted if scaler is None else scaler.scale(weighted)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+    mean = _mean_loss(step, weights, losses)
+    if streams is not None:
+        streams.advance()
+    if sampler is not None:
+        sampler.advance()
+    return StepResult(mean, step.samples, None if tokens is None else int(sum(tokens)))
+
+
+class _Step:
+    """Where this rank stands in one step."""
+
+    def __init__(self, plan: BatchPlan, sampler: ElasticSampler | None, dp_rank: int | None) -> None:
+        self.plan = plan
+        self.samples = plan.global_batch if sampler is None else sampler.next_samples
+        if dp_rank is None:
+            dp_rank = all_ranks().rank if sampler is None else sampler.dp_rank
+        self.dp_rank = dp_rank
+        self.active_slots = plan.active_slots(self.samples)
+        self.micro_steps = plan.micro_steps(self.samples)
+
+    def slot(self, micro_step: int) -> int | None:
+        slot = micro_step * self.plan.ranks + self.dp_rank
+        return slot if slot < self.active_slots else None
+
+    def stream(self, micro_step: int) -> int:
+        return min(micro_step * self.plan.ranks + self.dp_rank, self.active_slots - 1)
+
+    def active_ranks(self, micro_step: int) -> int:
+        return min(self.plan.ranks, self.active_slots - micro_step * self.plan.ranks)
+
+    def all_slots(self, mine: Sequence[float]) -> list[float]:
+        """Every slot's number, in slot order, from each rank's, in the order of its micro-steps."""
+        gathered = all_ranks().gather_numbers([float(self.dp_rank), *mine])
+        # Tensor- and pipeline-parallel peers report the same slots.
+        by_rank = {int(row[0]): row[1:] for row in gathered}
+        return [by_rank[slot % self.plan.ranks][slot // self.plan.ranks] for slot in range(self.active_slots)]
+
+
+def _weights(step: _Step, tokens: list[float] | None) -> list[float]:
+    shares = tokens or [float(step.plan.slot_samples(slot, step.samples)) for slot in range(step.active_slots)]
+    total = math.fsum(shares)
+    if not total > 0:
+        raise UsageError("no tokens to train on in this step", key="weigh", found=total)
+    return [share / total for share in shares]
+
+
+def _mean_loss(step: _Step, weights: list[float], losses: list[torch.Tensor]) -> float:
+    numbers: list[float] = torch.stack([loss.double() for loss in losses]).tolist()
+    return math.fsum(weight * loss for weight, loss in zip(weights, step.all_slots(numbers), strict=True))
+
+
+@contextlib.contextmanager
+def _summed(reduction: ExactReduction | None) -> Any:
+    if reduction is None:
+        yield
+        return
+    reduction.start()
+    yield
+    reduction.finish()

@@ -1,0 +1,112 @@
+"""Gradient clipping, with a norm that is the same at every world size where the model is in exact mode.
+
+The exact norm adds squares without rounding, so the order and the split of the rows do not matter. Every gradient is
+scaled by one power of two (from the global maximum) into [-1, 1]; its square in float64 is exact, and is cut into limbs
+of a few bits, each a whole number that an int64 can add up over all elements without overflow:
+
+    square = limb_0 * 2^-b + limb_1 * 2^-2b + ...      b = 62 - log2(elements); limbs for 44 + log2(elements) bits
+
+What is cut off below the last limb is at most 2^-44 of the largest square over all elements together, so the norm is
+right to 1e-13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from reshard.train.exact import exact_reduction
+
+# Float64 copies of a gradient are made piece by piece.
+PIECE_ELEMENTS = 1 << 20
+
+
+def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> float:
+    """Scales the gradients down to a global 2-norm of at most ``max_norm``; returns the norm before.
+
+    Collective. In exact mode (:func:`reshard.exact`) the norm and so the clipped gradients have the same bits at
+    every world size; else it is torch's own clipping.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(max_norm))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if exact_reduction(model) is None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    group = next((g.device_mesh.get_group() for g in gradients if isinstance(g, DTensor)), None)
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norm_before = exact_norm(local, group)
+    # As torch clips: the coefficient is at most 1, and not-a-number passes through to every gradient.
+    coefficient = max_norm / (norm_before + 1e-6)
+    if not coefficient >= 1.0:
+        for gradient in local:
+            gradient.mul_(coefficient)
+    return norm_before
+
+
+def exact_norm(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> float:
+    """The 2-norm over all elements of all ranks' tensors, the same bits however they are split.
+
+    Collective over ``group``, which must not be None where there are several ranks. NaN and inf anywhere make it NaN
+    and inf on all ranks.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    largest, nan, elements = _extent(tensors, device, group)
+    if nan or math.isinf(largest):
+        return math.nan if nan else math.inf
+    if largest == 0.0:
+        return 0.0
+    exponent = math.frexp(largest)[1]
+    headroom = max(1, elements.bit_length())
+    bits = 62 - headroom
+    limbs = -(-(44 + headroom) // bits)
+    sums = torch.zeros(limbs, dtype=torch.int64, device=device)
+    for piece in _pieces(tensors):
+        _add_squares(sums, piece, exponent, bits)
+    _all_reduce(sums, dist.ReduceOp.SUM, group)
+    total = sum(limb << (bits * (limbs - 1 - i)) for i, limb in enumerate(sums.tolist()))
+    # Whole-number division and square root are correctly rounded, so the result is the same everywhere.
+    return math.ldexp(math.sqrt(total / (1 << (bits * limbs))), exponent)
+
+
+def _extent(
+    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[float, bool, int]:
+    # The maximum of a tensor that holds NaN is not reliable across backends, so NaN travels as a flag of its own.
+    extent = torch.zeros(2, dtype=torch.float64, device=device)
+    elements = torch.zeros(1, dtype=torch.int64, device=device)
+    for tensor in tensors:
+        if tensor.numel():
+            magnitude = tensor.abs()
+            isnan = magnitude.isnan()
+            largest = torch.where(isnan, torch.zeros_like(magnitude), magnitude).max()
+            extent = torch.maximum(extent, torch.stack([largest.double(), isnan.any().double()]))
+            elements += tensor.numel()
+    _all_reduce(extent, dist.ReduceOp.MAX, group)
+    _all_reduce(elements, dist.ReduceOp.SUM, group)
+    largest_value, nan = extent.tolist()
+    return largest_value, bool(nan), int(elements.item())
+
+
+def _add_squares(sums: torch.Tensor, piece: torch.Tensor, exponent: int, bits: int) -> None:
+    rest = (piece.double() * math.ldexp(1.0, -exponent)).square_()
+    for i in range(len(sums)):
+        rest *= float(1 << bits)
+        whole = rest.floor()
+        sums[i] += whole.to(torch.int64).sum()
+        rest -= whole
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    for tensor in tensors:
+        yield from torch.split(tensor.detach().reshape(-1), PIECE_ELEMENTS)
+
+
+def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)

@@ -1,0 +1,200 @@
+"""Writing the complete state of a run as one committed step folder."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.tensor import DTensor
+
+import reshard
+from reshard import dcp
+from reshard.environment import attempt_token, ranks_per_node
+from reshard.errors import CheckpointUnsound
+from reshard.formats import manifest as manifests
+from reshard.formats import tagged
+from reshard.formats.manifest import Manifest, World
+from reshard.storage.commit import Stage
+from reshard.storage.durable import write_atomic
+from reshard.train import optimizer_state
+from reshard.train.model_state import model_tensors
+from reshard.train.optimizer_state import OptimizerState
+from reshard.train.ranks import Ranks, all_ranks
+from reshard.train.rng import capture_rng
+from reshard.train.state import DATA, SCALER, SCHEDULER, TrainState, extra_part
+from reshard.verify.structure import structure_faults
+
+
+def save_state(directory: str | Path, state: TrainState, *, attempt: str | None = None, replace: bool = False) -> Path:
+    """Saves everything in ``state`` as ``<directory>/step-<state.step>`` and returns that folder.
+
+    Every rank must call it, between two steps. The folder appears when all of it is on the disk, or not at all: a
+    crash at any moment leaves the steps before as they were. Nothing in ``state`` is changed, its gradients included.
+
+    Args:
+        directory: the run's folder, on a file system that all ranks share.
+        attempt: who writes; by default from the environment (see :mod:`reshard.environment`).
+        replace: put it in place of a committed step of the same number.
+
+    Raises:
+        ReshardError: on every rank, if any rank failed.
+    """
+    state.validate()
+    ranks = all_ranks()
+    attempt = ranks.broadcast(attempt or attempt_token())
+    collected = _collect(state, ranks)
+    stage: Stage | None = None
+    try:
+        with ranks.together():
+            if ranks.rank == 0:
+                stage = Stage.open(Path(directory), state.step, attempt)
+        folder = ranks.broadcast(stage.path if stage else None)
+        assert folder is not None
+        dcp.save(collected.tensors, folder, ranks.group)
+        manifest = _manifest(state, collected, ranks, attempt)
+        committed: Path | None = None
+        with ranks.together():
+            if stage is not None:
+                write_atomic(stage.path / manifests.FILE_NAME, manifests.to_bytes(manifest))
+                _require_sound(stage.path)
+                committed = stage.commit(replace=replace)
+                stage = None
+        path = ranks.broadcast(committed)
+        assert path is not None
+        return path
+    finally:
+        if stage is not None:
+            stage.discard()
+
+
+@dataclass
+class _Collected:
+    """A run's state, split in what ``dcp.save`` takes and what the manifest takes."""
+
+    tensors: dict[str, Any]
+    optimizer: OptimizerState
+    data: Any = None
+    schedulers: dict[str, tagged.Json] = field(default_factory=dict)
+    scaler: tagged.Json = None
+    extra: dict[str, tagged.Json] = field(default_factory=dict)
+
+
+def _collect(state: TrainState, ranks: Ranks) -> _Collected:
+    optimizer = optimizer_state.capture(state.model, state.optimizers)
+    tensors: dict[str, Any] = {"model": model_tensors(state.model)}
+    if state.optimizers:
+        tensors["optim"] = optimizer.nested()
+        _warn_without_state(state, optimizer, ranks)
+    collected = _Collected(tensors, optimizer)
+    tensors["rng"] = {f"rank_{ranks.rank}": capture_rng()}
+
+    def encode(value: Any, where: str) -> tagged.Json:
+        return tagged.encode(value, where=where, external=lambda leaf, path: _set_aside(tensors, leaf, path))
+
+    with ranks.together():
+        collected.schedulers = {
+            name: encode(scheduler.state_dict(), f"{SCHEDULER}.{name}") for name, scheduler in state.schedulers.items()
+        }
+        if state.scaler is not None:
+            collected.scaler = encode(state.scaler.state_dict(), SCALER)
+        collected.extra = {name: encode(value.state_dict(), extra_part(name)) for name, value in state.extra.items()}
+        if state.data is not None:
+            shared = getattr(state.data, "world_independent", False)
+            collected.data = encode(state.data.state_dict(), DATA if shared else f"{DATA}.rank_{ranks.rank}")
+    return collected
+
+
+def _set_aside(tensors: dict[str, Any], leaf: Any, path: str) -> str | None:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    tensors[path] = leaf.detach()
+    return path
+
+
+def _manifest(state: TrainState, collected: _Collected, ranks: Ranks, attempt: str) -> Manifest:
+    data = None
+    if state.data is not None:
+        if getattr(state.data, "world_independent", False):
+            data = {"shared": collected.data}
+        else:
+            workers = getattr(state.data, "num_workers", None)
+            data = {"ranks": ranks.gather(collected.data), "workers": workers}
+    return Manifest(
+        step=state.step,
+        attempt=attempt,
+        world=world_of(state.model, ranks.size),
+        parts={part: "saved" if has else "none" for part, has in state.parts.items()},
+        lr=[float(group["lr"]) for group in collected.optimizer.groups],
+        batch=state.plan.state_dict() if state.plan is not None else None,
+        data=data,
+        schedulers=collected.schedulers,
+        scaler=collected.scaler,
+        rng={"ranks": ranks.size},
+        extra=collected.extra,
+        optimizers=_describe(state.optimizers, collected.optimizer),
+        versions={
+            "reshard": reshard.__version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+        saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def world_of(model: torch.nn.Module, ranks: int) -> World:
+    """The ranks, the machines and the mesh that a model is spread over."""
+    mesh: dict[str, int] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            device_mesh = parameter.device_mesh
+            names = device_mesh.mesh_dim_names or [f"axis_{i}" for i in range(device_mesh.ndim)]
+            mesh = dict(zip(names, device_mesh.shape, strict=True))
+            break
+    per_node = ranks_per_node(ranks)
+    return World(
+        ranks=ranks,
+        nodes=-(-ranks // per_node),
+        gpus_per_node=per_node if torch.cuda.is_available() else 0,
+        mesh=mesh,
+    )
+
+
+def _describe(optimizers: Mapping[str, torch.optim.Optimizer], collected: OptimizerState) -> dict[str, tagged.Json]:
+    described: dict[str, tagged.Json] = {}
+    for name, optimizer in optimizers.items():
+        own = [fqn for number in collected.owners[name] for fqn in collected.groups[number]["params"]]
+        described[name] = {
+            "class": type(optimizer).__name__,
+            "groups": list(collected.owners[name]),
+            "parameters": len(own),
+            "with_state": sum(fqn in collected.state for fqn in own),
+        }
+    return described
+
+
+def _warn_without_state(state: TrainState, optimizer: OptimizerState, ranks: Ranks) -> None:
+    if optimizer.state or all(group.get("momentum", 1) == 0 for group in optimizer.groups):
+        return
+    if state.step > 0 or any(parameter.grad is not None for parameter in state.model.parameters()):
+        ranks.warn(
+            f"0 of {len(optimizer.parameters)} parameters have optimizer state at step {state.step}: "
+            "was optimizer.step() ever called?"
+        )
+
+
+def _require_sound(folder: Path) -> None:
+    # What was just written is read back: torch drops the errors of its extra writer threads.
+    if faults := structure_faults(folder):
+        raise CheckpointUnsound(
+            "the step was written and is not whole, so it was not committed",
+            path=folder,
+            hint="see whether the disk is full or not shared between the ranks",
+            details=faults,
+        )

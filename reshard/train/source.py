@@ -1,0 +1,112 @@
+"""The two sides of a resume: the checkpoint that is there, and the run that wants it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard import dcp
+from reshard.dcp import StoredState
+from reshard.errors import CheckpointNotFound
+from reshard.formats import manifest as manifests
+from reshard.formats.manifest import Manifest
+from reshard.storage.steps import committed_steps
+from reshard.train import optimizer_state
+from reshard.train.inventory import Inventory, take_inventory
+from reshard.train.model_state import aliases, model_tensors
+from reshard.train.optimizer_state import OptimizerState
+from reshard.train.ranks import Ranks
+from reshard.train.state import MODEL, OPTIMIZER, RNG, TrainState
+
+
+@dataclass(frozen=True)
+class Run:
+    """The live side.
+
+    Attributes:
+        state: what the caller has.
+        ranks: the job's.
+        model: FQN -> tensor, in the model's own memory.
+        aliases: tied names -> the first name.
+        optimizer: by name, before anything is loaded.
+    """
+
+    state: TrainState
+    ranks: Ranks
+    model: dict[str, Any]
+    aliases: dict[str, str]
+    optimizer: OptimizerState
+
+    @classmethod
+    def of(cls, state: TrainState, ranks: Ranks) -> Run:
+        """Reads the live state; collective for FSDP1."""
+        return cls(
+            state,
+            ranks,
+            model_tensors(state.model),
+            aliases(state.model),
+            optimizer_state.capture(state.model, state.optimizers),
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """The stored side: a checkpoint's manifest (None if stock wrote it) and its keys."""
+
+    folder: Path
+    manifest: Manifest | None
+    stored: StoredState
+    inventory: Inventory
+
+    @classmethod
+    def open(cls, folder: Path, run: Run) -> Source:
+        """Reads the manifest and ``.metadata``, no tensor.
+
+        Raises:
+            ReshardError: either is unsound.
+        """
+        manifest = manifests.read(folder) if manifests.exists(folder) else None
+        stored = StoredState.open(folder)
+        return cls(folder, manifest, stored, take_inventory(stored, {*run.model, *run.optimizer.parameters}))
+
+    def has(self, part: str) -> bool:
+        """Whether the checkpoint holds a part of a run's state."""
+        if self.manifest is not None and part in self.manifest.parts:
+            return self.manifest.parts[part] == "saved"
+        evidence = {MODEL: self.inventory.model, OPTIMIZER: self.inventory.has_optimizer, RNG: self.inventory.rng}
+        return bool(evidence.get(part, self.manifest is not None and part == "step"))
+
+    def read_objects(self, keys: set[str], ranks: Ranks) -> dict[str, Any]:
+        """Small stored objects and tensors, whole, on every rank. Collective."""
+        template = {key: self.room(key) for key in sorted(keys)}
+        if template:
+            dcp.load(template, self.folder, ranks.group)
+        return template
+
+    def room(self, key: str) -> Any:
+        """An uninitialised CPU tensor for a whole stored tensor, or None for an object."""
+        entry = self.stored.tensors.get(key)
+        return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def find_step(path: Path) -> Path:
+    """The checkpoint folder that a path means: itself, or the newest committed step below it.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        fault = "not a folder" if path.exists() else "no such folder"
+        raise CheckpointNotFound(fault, path=path, hint="name a step-<n> folder, or the run's folder")
+    if (path / ".metadata").exists() or manifests.exists(path):
+        return path
+    steps = committed_steps(path)
+    if not steps:
+        raise CheckpointNotFound(
+            "no committed checkpoint in it", path=path, hint="name a step-<n> folder, or start from scratch"
+        )
+    return steps[-1].path

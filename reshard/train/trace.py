@@ -1,0 +1,43 @@
+"""Writing the trace: one JSON line a step, appended over all attempts of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from reshard.train.ranks import all_ranks
+from reshard.verify.trace import TraceRow, mend_trace
+
+
+class TraceWriter:
+    """Appends rows to a trace file. Rank 0 writes; other ranks may call everything and write nothing.
+
+    What an attempt wrote before it was killed stays; lines of a later attempt supersede those past the step it
+    resumed at (see :func:`reshard.verify.trace.read_trace`).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = None
+        if all_ranks().rank == 0:
+            path = Path(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mend_trace(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: TraceRow) -> None:
+        if self._file is not None:
+            self._file.write(row.to_json_line())
+            # A killed run keeps every step it finished.
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
