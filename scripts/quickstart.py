@@ -20,23 +20,28 @@ from reshard.verify.trace import read_trace
 SCRIPTS = Path(__file__).parent
 CONFIG = SCRIPTS / "configs" / "tiny.yaml"
 STEPS = 60
-# Ranks of each leg of the broken run, and the step after which it is killed.
-LEGS = [(4, 25), (2, 43), (3, None)]
+LEGS = "4:25,2:43,3"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="emptied, then written to")
-    folder = parser.parse_args().folder
+    parser.add_argument(
+        "--legs", default=LEGS, help=f"RANKS:STEP,...,RANKS: the ranks of each start, and when they die (default {LEGS})"
+    )
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the tiny config")
+    arguments = parser.parse_args()
+    folder, changes = arguments.folder, arguments.changes
+    legs = [read_leg(leg) for leg in arguments.legs.split(",")]
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
     straight, broken = folder / "straight", folder / "broken"
 
-    say(f"\n1. {STEPS} steps on 4 ranks without a break")
-    train(straight, 4)
-    say(f"\n2. The same run on 4 ranks, killed after step {LEGS[0][1]}; on 2 ranks, killed; on 3 to the end")
-    for ranks, kill_after in LEGS:
-        train(broken, ranks, kill_after)
+    say(f"\n1. {STEPS} steps on {legs[0][0]} ranks without a break")
+    train(straight, legs[0][0], changes)
+    say(f"\n2. The same run, on {', then '.join(describe(leg) for leg in legs)}")
+    for ranks, kill_after in legs:
+        train(broken, ranks, changes, kill_after)
 
     say("\n3. The two runs, step by step\n")
     comparison = compare_traces(read_trace(straight / "trace.jsonl"), read_trace(broken / "trace.jsonl"))
@@ -50,14 +55,24 @@ def main() -> int:
     return 0 if comparison.agrees else 1
 
 
-def train(folder: Path, ranks: int, kill_after: int | None = None) -> None:
+def read_leg(text: str) -> tuple[int, int | None]:
+    ranks, _, step = text.partition(":")
+    return int(ranks), int(step) if step else None
+
+
+def describe(leg: tuple[int, int | None]) -> str:
+    ranks, kill_after = leg
+    return f"{ranks} ranks " + (f"killed after step {kill_after}" if kill_after is not None else "to the end")
+
+
+def train(folder: Path, ranks: int, changes: list[str], kill_after: int | None = None) -> None:
     """One start of the training script; with ``kill_after``, its ranks are killed once the trace has that step."""
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "trace.jsonl"
     command = [
         *("bash", str(SCRIPTS / "launch.sh"), "--ranks", str(ranks)),
         *(str(SCRIPTS / "train_fsdp.py"), "--config", str(CONFIG)),
-        *(f"steps={STEPS}", f"checkpoint.folder={folder / 'checkpoints'}", f"trace={trace}"),
+        *(f"steps={STEPS}", f"checkpoint.folder={folder / 'checkpoints'}", f"trace={trace}", *changes),
     ]
     with (folder / "log.txt").open("a") as log:
         start = log.tell()

@@ -15,11 +15,12 @@ use_venv() {
         "$python" -m venv .venv
     fi
     export PATH="$PWD/.venv/bin:$PATH"
-    local wanted="$TORCH $1 $(cksum < pyproject.toml)"
-    if [[ $(cat .venv/installed 2> /dev/null) != "$wanted" ]]; then
+    local wanted marker=".venv/installed-$1"
+    wanted="$TORCH $(cksum < pyproject.toml)"
+    if [[ $(cat "$marker" 2> /dev/null) != "$wanted" ]]; then
         echo "$0: installing $TORCH and this package with its extras: $1 (the first time takes minutes)"
         python -m pip install --quiet --disable-pip-version-check "$TORCH"
         python -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
-        echo "$wanted" > .venv/installed
+        echo "$wanted" > "$marker"
     fi
 }

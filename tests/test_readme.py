@@ -1,0 +1,127 @@
+"""Every command and every file that the README shows, run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from reshard.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMAND = re.compile(r"^    ((?:bash|reshard) .+)$", re.MULTILINE)
+
+# The commands that tests below run; CI itself is the run of test.sh, and a GPU is needed for gpu_check.sh.
+QUICKSTART = "bash scripts/quickstart.sh"
+TEST = "bash scripts/test.sh"
+BATCH = "reshard batch --global-batch 256 --micro-batch 8 --world-size 6"
+LAUNCH = "bash scripts/launch.sh --ranks 2 scripts/train_fsdp.py --config scripts/configs/tiny.yaml steps=20"
+COMPARE = (
+    "reshard compare-traces runs/quickstart/straight/trace.jsonl runs/quickstart/broken/trace.jsonl --plot loss.png"
+)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def run(command: str, cwd: Path = ROOT, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def block_after(marker: str) -> str:
+    """The text of the fenced block that follows an HTML comment."""
+    match = re.search(re.escape(f"<!-- {marker}") + r"[^\n]*-->\n```\w*\n(.*?)```", README, re.DOTALL)
+    assert match, f"no block after {marker}"
+    return match.group(1)
+
+
+def test_no_command_goes_untested() -> None:
+    assert set(COMMAND.findall(README)) == {QUICKSTART, TEST, BATCH, LAUNCH, COMPARE}
+    assert TEST in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_quickstart_and_the_comparison(tmp_path: Path) -> None:
+    result = run(f"{QUICKSTART} --folder {tmp_path / 'quickstart'}", timeout_s=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    shown = block_after("output of: bash scripts/quickstart.sh").splitlines()
+    printed = result.stdout
+    resumes = [re.sub(r" in [\d.]+ s$", "", line) for line in shown if "resumed at" in line]
+    assert len(resumes) == 2
+    for line in resumes:
+        assert line in printed
+    assert shown[-1] in printed and shown[-2] in printed
+    assert (tmp_path / "quickstart" / "loss.png").stat().st_size > 10_000
+
+    compare = COMPARE.replace("runs/quickstart", str(tmp_path / "quickstart"))
+    result = run(compare, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert shown[-1] in result.stdout
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_batch_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(BATCH.split()[1:]) == 0
+    assert capsys.readouterr().out == block_after(f"output of: {BATCH}")
+
+
+def test_the_launcher_runs_the_training_script(tmp_path: Path) -> None:
+    result = run(f"{LAUNCH} checkpoint.folder={tmp_path}/checkpoints trace={tmp_path}/trace.jsonl")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert (tmp_path / "checkpoints" / "step-20" / "reshard.json").exists()
+
+
+def test_the_ordinary_loop_with_the_lines_that_change_is_resumable(tmp_path: Path) -> None:
+    """Applies the README's patch, runs it on 2 ranks, then from its middle on 3: the same bits at the end."""
+    patch = block_after("patch: train.py")
+    assert sum(line.startswith("+") and not line.startswith("+++") for line in patch.splitlines()) <= 15
+    (tmp_path / "train.py").write_text(block_after("file: train.py"))
+    (tmp_path / "changes.diff").write_text(patch)
+    launch = f"CUDA_VISIBLE_DEVICES= bash {ROOT}/scripts/launch.sh --ranks {{}} train.py"
+    plain = run(launch.format(2), cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    shutil.rmtree(tmp_path / "checkpoints")
+
+    assert run("patch train.py changes.diff", cwd=tmp_path).returncode == 0
+    straight = run(launch.format(2), cwd=tmp_path)
+    assert straight.returncode == 0, straight.stderr
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-10", "step-20"}
+    (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "expected")
+    resumed = run(launch.format(3), cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    expected, found = (tensors(tmp_path / name) for name in ("expected", "checkpoints/step-20"))
+    assert expected.keys() == found.keys() and len(expected) > 8
+    for key, tensor in expected.items():
+        assert torch.equal(tensor, found[key]), key
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Model and optimizer tensors of a checkpoint, by stock torch."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if hasattr(entry, "size") and key.startswith(("model.", "optim."))
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def test_figures_say_device_ranks_and_date() -> None:
+    for line in README.splitlines():
+        if re.search(r"\b\d+(\.\d+)? s after", line):
+            start = README.index(line)
+            assert re.search(r"(CPU|GPU).*\d{4}-\d\d-\d\d", README[start : start + 400], re.DOTALL)
