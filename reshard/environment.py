@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
+
+from reshard.errors import UsageError
+
+DEFAULT_TIMEOUT_S = 7200.0
 
 
 def attempt_token() -> str:
     """A name for this attempt at the run, the same for all its ranks once rank 0 has handed it on.
 
-    ``RESHARD_ATTEMPT`` if set; under SLURM the job and its restart count; else a random name.
+    ``RESHARD_ATTEMPT`` if set; under SLURM the job, its restart count and a random part; else a random name. A process
+    keeps its name: what it saves by hand is not fenced off by its own Checkpointer.
     """
     if token := os.environ.get("RESHARD_ATTEMPT"):
         return token
     if job := os.environ.get("SLURM_JOB_ID"):
-        return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+        # The random part, because torchrun restarts workers within one job: with one name, no fence between them.
+        return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}.{_random_name()[:6]}"
+    return _random_name()
+
+
+@functools.cache
+def _random_name() -> str:
     return uuid.uuid4().hex[:12]
+
+
+def control_timeout_s() -> float:
+    """How long ranks wait for each other around a save or a load: ``RESHARD_TIMEOUT_S``, else two hours.
+
+    Raises:
+        UsageError: the variable is not a number of seconds.
+    """
+    text = os.environ.get("RESHARD_TIMEOUT_S")
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < 1e9:
+        raise UsageError(
+            "not a time", key="RESHARD_TIMEOUT_S", expected="a number of seconds above 0", found=repr(text)
+        )
+    return timeout_s
 
 
 def ranks_per_node(world_size: int) -> int:

@@ -72,8 +72,12 @@ class ReshardError(Exception):
         return "\n".join([line, *(f"  {detail}" for detail in self.details)])
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors travel between ranks; the default would call __init__ with the message alone.
-        return (_rebuild, (type(self), dict(self.__dict__)))
+        # Errors travel between ranks; the default would call __init__ with the message alone. Values travel as the text
+        # they are shown as: one that cannot be pickled would keep the whole error, and the other ranks, waiting.
+        fields = dict(self.__dict__)
+        for name in ("expected", "found"):
+            fields[name] = None if fields[name] is None else str(fields[name])
+        return (_rebuild, (type(self), fields))
 
 
 def _rebuild(kind: type[ReshardError], fields: dict[str, object]) -> ReshardError:

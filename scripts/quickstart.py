@@ -27,7 +27,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="emptied, then written to")
     parser.add_argument(
-        "--legs", default=LEGS, help=f"RANKS:STEP,...,RANKS: the ranks of each start, and when they die (default {LEGS})"
+        "--legs",
+        default=LEGS,
+        help=f"RANKS:STEP,...,RANKS: the ranks of each start, and when they die (default {LEGS})",
     )
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the tiny config")
     arguments = parser.parse_args()

@@ -98,7 +98,9 @@ def _place(key: str, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def _known_fields() -> dict[str, set[str]]:
     return {
-        section.name: {f.name for f in dataclasses.fields(section.type)} if dataclasses.is_dataclass(section.type) else set()
+        section.name: {f.name for f in dataclasses.fields(section.type)}
+        if dataclasses.is_dataclass(section.type)
+        else set()
         for section in dataclasses.fields(Settings)
     }
 

@@ -181,9 +181,7 @@ def make_mesh(replicate: int, device: torch.device) -> DeviceMesh:
         raise SystemExit(f"train.replicate: {ranks} ranks do not divide into {replicate} replicas")
     if replicate == 1:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(
-        device.type, (replicate, ranks // replicate), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    return init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def plan_batch(batch: Batch, ranks: int) -> reshard.BatchPlan:

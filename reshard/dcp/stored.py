@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -59,3 +60,15 @@ class StoredState:
     @property
     def keys(self) -> set[str]:
         return set(self.tensors) | self.objects
+
+
+def nested(values: Mapping[tuple[str | int, ...], Any]) -> Any:
+    """The value with these leaves by path: dictionaries by name, lists by number; an empty path is the value itself."""
+    if () in values:
+        return values[()]
+    below: dict[str | int, dict[tuple[str | int, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    if all(isinstance(key, int) for key in below):
+        return [nested(below[key]) for key in sorted(below, key=int)]
+    return {key: nested(entries) for key, entries in below.items()}

@@ -6,16 +6,18 @@ Tested with torch 2.13. A test holds that no other module of ``reshard`` names a
 from __future__ import annotations
 
 import collections
+import io
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import filesystem, metadata
 
-__all__ = ["METADATA_CLASSES", "ShardedTensor", "empty_sharded_like"]
+__all__ = ["METADATA_CLASSES", "OBJECT_CLASSES", "ShardedTensor", "empty_sharded_like"]
 
 # The classes that torch itself pickles into a DCP ``.metadata``: the allow-list for reading one. Two of them, and the
 # function that stands for a layout, have no public name.
@@ -46,6 +48,17 @@ METADATA_CLASSES: Mapping[tuple[str, str], Any] = {
         if isinstance(value, torch.dtype)
     },
 }
+
+# What objects may hold beyond torch's own list for ``weights_only``: NumPy values, which schedules written with NumPy
+# leave in the learning rate, and the buffers that some layers give as their extra state. None of them runs code.
+OBJECT_CLASSES: tuple[Any, ...] = (
+    io.BytesIO,
+    np.dtype,
+    np.ndarray,
+    np.float64(0).__reduce__()[0],
+    np.zeros(0).__reduce__()[0],
+    *(type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"),
+)
 
 
 def empty_sharded_like(reference: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

@@ -8,7 +8,7 @@ UTF-8 JSON, one object, with exactly these fields in format 2; a reader ignores 
     world        {"ranks": int, "nodes": int, "gpus_per_node": int, "mesh": {axis: int}}
     parts        {part: "saved" | "none"}: model, optimizer, scheduler, scaler, rng, data, batch, extra.<name>;
                  "none" where the run had no such part, so that a loader can tell a missing part from one never there
-    lr           [float], one a parameter group
+    lr           [float or null], one a parameter group; null where it has none, or NaN or an infinity
     batch        the batch plan, an object, or null
     data         position in the data, or null
     schedulers   {name: state}
@@ -62,7 +62,7 @@ class Manifest:
     attempt: str
     world: World
     parts: dict[str, str]
-    lr: list[float]
+    lr: list[float | None]
     batch: dict[str, Any] | None
     data: Json
     schedulers: dict[str, Json]
@@ -114,7 +114,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     _check_fields(fields, path)
     values = {name: fields[name] for name in _FIELDS}
     values["world"] = World(**{name: fields["world"][name] for name in _WORLD_FIELDS})
-    values["lr"] = [float(value) for value in fields["lr"]]
+    values["lr"] = [None if value is None else float(value) for value in fields["lr"]]
     return Manifest(**values)
 
 
@@ -261,7 +261,7 @@ _FIELDS: dict[str, _Check] = {
     "attempt": ("a string", _is_text),
     "world": ("an object", _is_object),
     "parts": ('an object of "saved" or "none"', _object_of(_is_part)),
-    "lr": ("a list of numbers", _list_of(_is_number)),
+    "lr": ("a list of numbers or null", _list_of(lambda value: value is None or _is_number(value))),
     "batch": ("an object or null", _is_object_or_null),
     "data": ("any", _is_any),
     "schedulers": ("an object", _is_object),

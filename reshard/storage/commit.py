@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,16 @@ from reshard.storage.durable import (
     temporary_target,
     write_atomic,
 )
-from reshard.storage.steps import REPLACED, STAGING, TRASH, move_to_trash, step_path, uncommitted
+from reshard.storage.steps import (
+    ABANDONED,
+    REPLACED,
+    STAGING,
+    TRASH,
+    committed_steps,
+    move_to_trash,
+    step_path,
+    uncommitted,
+)
 
 ATTEMPT_FILE = "ATTEMPT"
 
@@ -104,6 +114,45 @@ def holder(run_dir: str | os.PathLike[str]) -> str | None:
     return attempt
 
 
+def check_fence(run_dir: str | os.PathLike[str], attempt: str) -> None:
+    """Pass where `attempt` owns the run, or nobody does.
+
+    Raises:
+        Fenced: another attempt has claimed the run.
+        CheckpointUnsound, StorageError: as `holder`.
+    """
+    owner = holder(run_dir)
+    if owner is not None and owner != attempt:
+        raise Fenced(
+            "another attempt has claimed the run",
+            path=Path(run_dir, ATTEMPT_FILE),
+            expected=attempt,
+            found=owner,
+            hint="stop this process if that one is alive, as it goes on from the last committed step; "
+            "else make a Checkpointer, which claims the run anew",
+        )
+
+
+def abandon_later(run_dir: str | os.PathLike[str], step: int, attempt: str) -> list[Path]:
+    """Rename the committed steps past `step`, and return what they are called now.
+
+    For a run that was set back on purpose and trains on: the later steps belong to a history that it has left, and
+    the next attempt would take the newest of them for its own. They are kept, as `abandoned-step-<n>-<token>`.
+
+    Raises:
+        Fenced: another attempt has claimed the run; nothing was renamed.
+        StorageError: the file system refused; some may be renamed.
+    """
+    later = [folder.path for folder in committed_steps(run_dir) if folder.step > step]
+    if later:
+        check_fence(run_dir, attempt)
+    renamed = [path.with_name(f"{ABANDONED}{path.name}-{secrets.token_hex(4)}") for path in later]
+    # The newest first, so that a crash halfway leaves the beginning of the old history, without a gap.
+    for path, target in reversed(list(zip(later, renamed, strict=True))):
+        rename_durably(path, target)
+    return renamed
+
+
 def _check_attempt(attempt: str) -> None:
     if not _ATTEMPT.fullmatch(attempt):
         raise UsageError(
@@ -143,9 +192,11 @@ class Stage:
 
         Raises:
             UsageError: the step is negative or the attempt is not a token.
+            Fenced: another attempt has claimed the run. `commit` asks again; here it saves writing in vain.
             StorageError: the file system refused.
         """
         stage = cls(Path(run_dir), step, attempt)
+        check_fence(run_dir, attempt)
         remove_tree(stage.path)
         make_folder(stage.path)
         return stage
@@ -175,27 +226,16 @@ class Stage:
             if not replace:
                 _check_vacant(final)
             fsync_tree(self.path)
-            self._check_fence()
+            check_fence(self.run_dir, self.attempt)
             if replace and os.path.lexists(final):
                 self._replace(final)
             else:
                 rename_durably(self.path, final)
         except StorageError:
             # A successor takes stages away, so "not found" here may be but the shadow of a lost run.
-            self._check_fence()
+            check_fence(self.run_dir, self.attempt)
             raise
         return final
-
-    def _check_fence(self) -> None:
-        owner = holder(self.run_dir)
-        if owner is not None and owner != self.attempt:
-            raise Fenced(
-                "another attempt has claimed the run",
-                path=self.run_dir / ATTEMPT_FILE,
-                expected=self.attempt,
-                found=owner,
-                hint="stop this process; the other attempt goes on from the last committed step",
-            )
 
     def _replace(self, final: Path) -> None:
         aside = self._hidden(REPLACED)

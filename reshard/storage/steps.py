@@ -6,6 +6,7 @@
       .staging-step-120-<a>/    being written by attempt a
       .replaced-step-80-<a>/    set aside by attempt a until the new step-80 is in place
       .trash-step-20-<token>/   being deleted
+      abandoned-step-160-<token>/   a step past the one to which the run was set back; kept, for the user to delete
       ATTEMPT                   which attempt owns the run (see `reshard.storage.commit`)
 
 A step exists when a folder has its name: folders get that name whole and lose it whole, by one rename each. So a
@@ -28,6 +29,7 @@ from reshard.storage.durable import remove_tree, rename_durably, storage_errors,
 STAGING = ".staging-"
 REPLACED = ".replaced-"
 TRASH = ".trash-"
+ABANDONED = "abandoned-"
 
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from reshard.environment import attempt_token
-from reshard.errors import CheckpointNotFound, CheckpointUnsound, UsageError
-from reshard.storage.commit import claim
+from reshard.errors import CheckpointNotFound, CheckpointUnsound, StorageError, UsageError
+from reshard.formats import manifest
+from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
-from reshard.storage.steps import StepFolder, committed_steps, prune, step_path, uncommitted
+from reshard.storage.steps import committed_steps, prune, step_path, uncommitted
 from reshard.train.load import load_state
 from reshard.train.ranks import all_ranks
 from reshard.train.report import LoadReport
@@ -22,6 +24,8 @@ from reshard.train.state import TrainState
 from reshard.verify.structure import structure_faults
 
 STOPPED_FILE = "STOPPED"
+
+_ADVANCE = "pass sampler= to accumulate, or call sampler.advance() once a step"
 
 
 class Checkpointer:
@@ -36,7 +40,11 @@ class Checkpointer:
             if checkpointer.step():      # counts it; saves if it is time; True when the loop should end
                 break
 
-    Every rank must make one and call its methods together.
+    Every rank must make one and call its methods together. Making one claims the folder: an earlier attempt that is
+    still alive can save there no more, and is told so (``Fenced``).
+
+    A run that is set back, by resuming from an earlier step than its newest, leaves the later ones behind: at its next
+    save they are renamed ``abandoned-step-<n>-...``, or the next start would take them for the newest of this run.
 
     Args:
         directory: the run's folder, shared by all ranks.
@@ -59,12 +67,16 @@ class Checkpointer:
     ) -> None:
         if interval < 1 or keep_latest_k < 1:
             raise UsageError("interval and keep_latest_k are at least 1", found=f"{interval} and {keep_latest_k}")
-        self.directory = Path(directory)
+        # Absolute, so that a later change of the working directory does not split the run over two folders.
+        self.directory = Path(directory).expanduser().absolute()
         self.state = state
         self.interval = interval
         self.keep_latest_k = keep_latest_k
         self.stop = stop
         self._ranks = all_ranks()
+        intervals = set(self._ranks.gather(interval))
+        if len(intervals) > 1:
+            raise UsageError("the ranks would save at different steps", key="interval", found=sorted(intervals))
         self.attempt = self._ranks.broadcast(attempt or attempt_token())
         self._saved_step: int | None = None
         self._samples: int | None = None
@@ -78,8 +90,9 @@ class Checkpointer:
         """Restores the state from the newest sound step, or from the one named; None where there is none to resume.
 
         Args:
-            step: a step's number, or a path (a step folder, or another run's folder); then it must be there and sound.
-                None takes the newest sound step of the run's own folder, and says why newer ones were passed over.
+            step: a step's number, or a path; then it must be there and sound. Of another run's folder the newest
+                sound step is taken. None takes the newest sound step of the run's own folder, and says why newer ones
+                were passed over.
             options: of :func:`reshard.load_state`.
 
         Raises:
@@ -87,16 +100,18 @@ class Checkpointer:
             CheckpointUnsound: a named step is damaged, or all there are.
             ReshardError: as ``load_state``.
         """
-        if step is None:
-            folder = self._newest_sound()
-            if folder is None:
-                self._ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
-                return None
-        else:
-            folder = step_path(self.directory, step) if isinstance(step, int) else Path(step).expanduser()
-            self._check_named(folder)
+        folder: Path | None = None
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                folder = self._newest_sound(self.directory) if step is None else self._named(step)
+        folder = self._ranks.broadcast(folder)
+        if folder is None:
+            self._ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
+            return None
         report = load_state(folder, self.state, **options)
-        self._saved_step = report.step
+        own = step_path(self.directory, report.step)
+        is_as_saved = not options and own.resolve() == folder.resolve()
+        self._saved_step = report.step if is_as_saved else None
         self._samples = self._trained_on()
         return report
 
@@ -106,8 +121,8 @@ class Checkpointer:
         A collective: the ranks agree on a stop here, so all save the same step.
         """
         self.state.step += 1
-        self._check_position()
-        stop = self._ranks.any(self.stop is not None and self.stop())
+        if stop := self._agree(self.stop is not None and self.stop()):
+            self._ranks.say(f"asked to stop: saving step {self.state.step}")
         if stop or self.state.step % self.interval == 0:
             self.save()
         if stop:
@@ -116,78 +131,114 @@ class Checkpointer:
 
     def save(self) -> Path:
         """Saves now, unless this step is saved already; returns its folder. Then removes steps beyond the newest k."""
-        path = step_path(self.directory, self.state.step)
-        if self._saved_step == self.state.step:
-            return path
-        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True)
-        self._saved_step = self.state.step
-        self._ranks.say(f"saved step {self.state.step} to {path}")
+        step = self.state.step
+        if self._saved_step == step:
+            return step_path(self.directory, step)
+        began = time.monotonic()
         with self._ranks.together():
             if self._ranks.rank == 0:
-                prune(self.directory, self.keep_latest_k, lambda folder: not structure_faults(folder))
+                for path in abandon_later(self.directory, step, self.attempt):
+                    self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
+        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True)
+        self._saved_step = step
+        self._ranks.say(f"saved step {step} to {path} in {time.monotonic() - began:.1f} s")
+        # Deleting takes long, and the ranks that do not delete are to wait here, not in a collective of the next step.
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                self._prune()
         return path
 
-    def _newest_sound(self) -> Path | None:
-        chosen: Path | None = None
-        with self._ranks.together():
-            if self._ranks.rank == 0:
-                chosen = self._choose(committed_steps(self.directory))
-        return self._ranks.broadcast(chosen)
+    def _prune(self) -> None:
+        try:
+            prune(self.directory, self.keep_latest_k, lambda folder: not structure_faults(folder))
+        except StorageError as fault:
+            # The step is safe. What could not be deleted is tried again at the next save or start.
+            self._ranks.warn(f"older steps are kept for now: {fault}")
 
-    def _choose(self, steps: list[StepFolder]) -> Path | None:
-        for leftover in uncommitted(self.directory):
+    def _newest_sound(self, run_dir: Path) -> Path | None:
+        """The newest step of a run's folder with nothing to say against it; warns of what it passes over."""
+        for leftover in uncommitted(run_dir):
             self._ranks.warn(f"passed over {leftover.name}: it was never committed")
         reasons = []
-        for folder in reversed(steps):
+        for folder in reversed(committed_steps(run_dir)):
             faults = structure_faults(folder.path)
+            if not manifest.exists(folder.path):
+                faults.append(f"{folder.path / manifest.FILE_NAME}: missing, so most of the run's state is")
             if not faults:
                 return folder.path
             reasons.append(f"{folder.path.name}: {faults[0]}")
             self._ranks.warn(f"passed over {reasons[-1]}")
         if reasons:
             raise CheckpointUnsound(
-                "every step there is damaged",
-                path=self.directory,
-                hint="restore one from a copy, or start from scratch in an empty folder",
+                "no step there is whole",
+                path=run_dir,
+                hint="restore one from a copy, name a step to load what it has, or start in an empty folder",
                 details=reasons,
             )
         return None
 
-    def _check_named(self, folder: Path) -> None:
-        with self._ranks.together():
-            if self._ranks.rank != 0:
-                return
-            if not folder.is_dir():
-                there = [entry.step for entry in committed_steps(folder.parent)]
-                raise CheckpointNotFound(
-                    "the step to resume from is not there",
-                    path=folder,
-                    hint=f"there are steps {there}" if there else "nothing is committed beside it either",
-                )
-            if not committed_steps(folder) and (faults := structure_faults(folder)):
-                raise CheckpointUnsound(faults[0], path=folder, details=faults[1:], hint="resume from another step")
-            own = committed_steps(self.directory)
-            if own and own[-1].path.resolve() != folder.resolve():
-                self._ranks.warn(
-                    f"resuming from {folder}, as asked; {self.directory} already holds {own[-1].path.name}, "
-                    "which an automatic resume would take"
-                )
+    def _named(self, step: int | str | Path) -> Path:
+        folder = step_path(self.directory, step) if isinstance(step, int) else Path(step).expanduser().absolute()
+        if not folder.is_dir():
+            there = [entry.step for entry in committed_steps(folder.parent)]
+            raise CheckpointNotFound(
+                "the step to resume from is not there",
+                path=folder,
+                hint=f"there are steps {there}" if there else "nothing is committed beside it either",
+            )
+        if newest := self._newest_sound(folder) if committed_steps(folder) else None:
+            folder = newest
+        elif faults := structure_faults(folder):
+            raise CheckpointUnsound(faults[0], path=folder, details=faults[1:], hint="resume from another step")
+        own = committed_steps(self.directory)
+        if own and own[-1].path.resolve() != folder.resolve():
+            self._ranks.warn(f"resuming from {folder}, as asked, and not from {own[-1].path}, the newest of this run")
+        return folder
 
     def _trained_on(self) -> int | None:
         return self.state.data.samples if isinstance(self.state.data, ElasticSampler) else None
 
-    def _check_position(self) -> None:
-        """A sampler that stands still would make a resume repeat everything, silently."""
-        samples = self._trained_on()
-        if samples is not None and samples == (self._samples or 0):
+    def _agree(self, stop: bool) -> bool:
+        """Whether any rank was asked to stop.
+
+        One exchange a step also tells whether the ranks are at the same step, or they would wait for each other for
+        ever, and whether the data moved on, or a resume would repeat all of it without a word.
+        """
+        step, samples = self.state.step, self._trained_on()
+        position = -1 if samples is None else samples
+        stands_still = samples is not None and samples == (self._samples or 0)
+        self._samples = samples
+        mine = (stop, stands_still, step, -step, position, -position)
+        any_stop, any_stands_still, *ends = self._ranks.maxima(mine)
+        most_steps, fewest_steps, most_samples, fewest_samples = (
+            int(ends[0]),
+            -int(ends[1]),
+            int(ends[2]),
+            -int(ends[3]),
+        )
+        if fewest_steps != most_steps:
+            raise UsageError(
+                "the ranks are at different steps",
+                key="step",
+                found=f"{fewest_steps} to {most_steps}",
+                hint="call checkpointer.step() once a step on every rank, and leave state.step to it",
+            )
+        if any_stands_still:
             raise UsageError(
                 "the data position did not move in this step",
                 key="data",
-                expected=f"more than {samples} samples",
-                found=samples,
-                hint="pass sampler= to accumulate, or call sampler.advance() once a step, before checkpointer.step()",
+                expected=f"more than {fewest_samples} samples",
+                found=fewest_samples,
+                hint=f"{_ADVANCE}, before checkpointer.step()",
             )
-        self._samples = samples
+        if fewest_samples != most_samples:
+            raise UsageError(
+                "the ranks are at different data positions",
+                key="data",
+                found=f"{fewest_samples} to {most_samples} samples",
+                hint=f"{_ADVANCE}, on every rank",
+            )
+        return bool(any_stop)
 
     def _mark_stopped(self) -> None:
         reason = getattr(self.stop, "received", None)

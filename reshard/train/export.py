@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from reshard.errors import UsageError
 from reshard.storage.durable import rename_durably, storage_errors
+from reshard.train import fsdp1
 from reshard.train.names import canonical_names
 from reshard.train.ranks import all_ranks
 
@@ -23,13 +26,19 @@ def export_weights(
     Collective; rank 0 gathers the tensors in its CPU memory and writes. A run cannot be resumed from the result.
 
     Raises:
-        UsageError: safetensors is asked for and not installed.
+        UsageError: safetensors is asked for and not installed, or the model keeps extra state that is no tensor.
         StorageError: the file system refused.
     """
     if format not in ("torch", "safetensors"):
         raise UsageError("unknown format", key="format", expected="torch or safetensors", found=format)
     ranks = all_ranks()
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    with ranks.together():
+        if format == "safetensors" and importlib.util.find_spec("safetensors") is None:
+            raise UsageError("safetensors is not installed", key="format", hint="pip install 'reshard[hf]'")
+    if fsdp1.is_fsdp1(model):
+        state = fsdp1.full_state(model)
+    else:
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     path = Path(directory) / ("weights.pt" if format == "torch" else "weights.safetensors")
     with ranks.together():
         if ranks.rank == 0:
@@ -40,17 +49,32 @@ def export_weights(
 
 def _write(path: Path, tensors: dict[str, Any], format: str) -> None:
     part = path.with_name(f".{path.name}.part")
-    with storage_errors("write", part):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if format == "torch":
-            torch.save(tensors, part)
-        else:
-            try:
-                from safetensors.torch import save_file
-            except ImportError as fault:
-                raise UsageError("safetensors is not installed", hint="pip install 'reshard[hf]'") from fault
-            # Tied weights share memory, which the format cannot express: each name gets its own copy.
-            save_file({name: value.clone().contiguous() for name, value in tensors.items()}, part)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-    rename_durably(part, path)
+    try:
+        with storage_errors("write", part):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if format == "torch":
+                torch.save(tensors, part)
+            else:
+                _write_safetensors(part, tensors)
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+        rename_durably(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                "the module's extra state is no tensor, which safetensors cannot hold",
+                key=name,
+                found=type(value).__name__,
+                hint="export with format='torch'",
+            )
+    # Tied weights share memory, which the format cannot express: each name gets its own copy.
+    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)

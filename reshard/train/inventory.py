@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.dcp import StoredState
-from reshard.errors import StateMismatch
-from reshard.train.names import canonical_names
+from reshard.train.names import EXTRA_STATE, canonical_names
 
 MODEL_ROOTS = ("model",)
 OPTIMIZER_ROOTS = ("optim", "optimizer")
 RNG_ROOT = "rng"
 
-Path = tuple[str, ...]
+Path = tuple[str | int, ...]
 
 
 @dataclass
@@ -27,18 +26,22 @@ class Inventory:
 
     Attributes:
         model: canonical FQN -> key.
+        extra_state: canonical ``<module>._extra_state`` -> path within it -> key.
         optimizer: canonical FQN -> path of the entry below the parameter -> key.
-        groups: parameter group number -> hyperparameter (and ``params``) -> key.
+        groups: parameter group number -> path of the hyperparameter (``params`` too) -> key.
         per_parameter: canonical FQN -> hyperparameter -> key (the flattened-optimizer form).
         rng: rank -> generator -> key.
+        integers: names of optimizer state that are numbers and no parameter's; its keys are among ``others``.
         others: the rest.
     """
 
     model: dict[str, str] = field(default_factory=dict)
+    extra_state: dict[str, dict[Path, str]] = field(default_factory=dict)
     optimizer: dict[str, dict[Path, str]] = field(default_factory=dict)
-    groups: dict[int, dict[str, str]] = field(default_factory=dict)
+    groups: dict[int, dict[Path, str]] = field(default_factory=dict)
     per_parameter: dict[str, dict[str, str]] = field(default_factory=dict)
     rng: dict[int, dict[str, str]] = field(default_factory=dict)
+    integers: list[str] = field(default_factory=list)
     others: set[str] = field(default_factory=set)
 
     @property
@@ -54,32 +57,46 @@ def take_inventory(stored: StoredState, parameters: Iterable[str]) -> Inventory:
         parameters: the live model's names; they tell where a parameter's name ends within a flat key.
 
     Raises:
-        StateMismatch: two stored names are one without wrapper prefixes, or optimizer entries are named by integers.
+        StateMismatch: two stored names are one without wrapper prefixes.
     """
     inventory = Inventory()
     raw_model: dict[str, str] = {}
+    raw_extra: dict[str, dict[Path, str]] = {}
     raw_state: dict[str, dict[Path, str]] = {}
     raw_hyper: dict[str, dict[str, str]] = {}
     model_names = {key.split(".", 1)[1] for key in stored.keys if key.split(".", 1)[0] in MODEL_ROOTS and "." in key}
     known = model_names | set(parameters)
-    for key in stored.keys:
+    # In one order on every rank: what iterates over the optimizer's state afterwards may be a collective.
+    for key in sorted(stored.keys):
         root, _, rest = key.partition(".")
         section, _, tail = rest.partition(".")
-        if root in MODEL_ROOTS and rest:
+        path = stored.paths.get(key)
+        if root in MODEL_ROOTS and EXTRA_STATE in rest.split("."):
+            fqn, below = _split_extra_state(rest, path)
+            raw_extra.setdefault(fqn, {})[below] = key
+        elif root in MODEL_ROOTS and rest:
             raw_model[rest] = key
         elif root in OPTIMIZER_ROOTS and section == "state" and tail:
-            fqn, entry = _split(tail, known, stored.paths.get(key))
+            fqn, entry = _split(tail, known, path)
             raw_state.setdefault(fqn, {})[entry] = key
         elif root in OPTIMIZER_ROOTS and section == "param_groups" and tail:
-            _file_hyperparameter(inventory, raw_hyper, tail, known, key)
+            _file_hyperparameter(inventory, raw_hyper, tail, known, key, path)
         elif root == RNG_ROOT and (place := _rank_and_name(rest)):
             inventory.rng.setdefault(place[0], {})[place[1]] = key
         else:
             inventory.others.add(key)
-    _refuse_integers(raw_state, stored)
-    inventory.model = _renamed(raw_model, raw_model)
-    inventory.optimizer = _renamed(raw_state, raw_model or raw_state)
-    inventory.per_parameter = _renamed(raw_hyper, raw_model or raw_hyper)
+    names = [*raw_model, *raw_extra]
+    inventory.model = _renamed(raw_model, names)
+    inventory.extra_state = _renamed(raw_extra, names)
+    if integers := [name for name in raw_state if name.isdecimal() and name not in known]:
+        # Which parameter a number stands for depends on how the optimizer was built: nothing here can tell.
+        inventory.integers = sorted(integers, key=int)
+        inventory.others |= {key for entries in raw_state.values() for key in entries.values()}
+        inventory.others |= {key for names in inventory.groups.values() for key in names.values()}
+        inventory.groups = {}
+        return inventory
+    inventory.optimizer = _renamed(raw_state, names or raw_state)
+    inventory.per_parameter = _renamed(raw_hyper, names or raw_hyper)
     return inventory
 
 
@@ -91,7 +108,7 @@ def _renamed(by_raw_name: Mapping[str, object], like: Iterable[str]) -> dict:  #
 def _split(tail: str, known: set[str], path: tuple[str | int, ...] | None) -> tuple[str, Path]:
     """Splits ``<fqn>.<entry>``; the entry may nest, and both may hold dots."""
     if path is not None and len(path) > 3:
-        return str(path[2]), tuple(map(str, path[3:]))
+        return str(path[2]), path[3:]
     parts = tail.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if ".".join(parts[:end]) in known:
@@ -99,31 +116,31 @@ def _split(tail: str, known: set[str], path: tuple[str | int, ...] | None) -> tu
     return ".".join(parts[:-1]), (parts[-1],)
 
 
+def _split_extra_state(rest: str, path: tuple[str | int, ...] | None) -> tuple[str, Path]:
+    parts = rest.split(".")
+    end = parts.index(EXTRA_STATE) + 1
+    fqn = ".".join(parts[:end])
+    return fqn, path[2:] if path is not None and path[1:2] == (fqn,) else tuple(parts[end:])
+
+
 def _file_hyperparameter(
-    inventory: Inventory, by_parameter: dict[str, dict[str, str]], tail: str, known: set[str], key: str
+    inventory: Inventory,
+    by_parameter: dict[str, dict[str, str]],
+    tail: str,
+    known: set[str],
+    key: str,
+    path: tuple[str | int, ...] | None,
 ) -> None:
     head, _, name = tail.partition(".")
-    if head.isdigit() and name and f"{head}.{name}".rpartition(".")[0] not in known:
-        inventory.groups.setdefault(int(head), {})[name] = key
+    if head.isdecimal() and name and f"{head}.{name}".rpartition(".")[0] not in known:
+        below = path[3:] if path is not None and len(path) > 3 else (name,)
+        inventory.groups.setdefault(int(head), {})[below] = key
     else:
         fqn, entry = _split(tail, known, None)
-        by_parameter.setdefault(fqn, {})[".".join(entry)] = key
+        by_parameter.setdefault(fqn, {})[".".join(map(str, entry))] = key
 
 
 def _rank_and_name(rest: str) -> tuple[int, str] | None:
     rank, _, name = rest.partition(".")
     digits = rank.removeprefix("rank_")
-    return (int(digits), name) if digits.isdigit() and digits != rank and name else None
-
-
-def _refuse_integers(state: Mapping[str, object], stored: StoredState) -> None:
-    if state and all(name.isdigit() for name in state):
-        raise StateMismatch(
-            "optimizer state is keyed by integers, which do not say whose it is",
-            path=stored.folder,
-            key="optim.state",
-            expected="parameter names",
-            found=", ".join(sorted(state, key=int)[:5]),
-            hint="save get_optimizer_state_dict(model, optimizer) instead of optimizer.state_dict(), "
-            "or take the weights alone with allow_missing=['optimizer']",
-        )
+    return (int(digits), name) if digits.isdecimal() and digits != rank and name else None

@@ -9,32 +9,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from reshard import dcp
-from reshard.dcp import StoredTensor
-from reshard.errors import ReshardError, UsageError
+from reshard.dcp import StoredTensor, nested
+from reshard.errors import ReshardError, StateMismatch, UsageError
 from reshard.train import optimizer_state
-from reshard.train.learning_rate import Scaling, assert_restored, batch_factor, scale_learning_rates
-from reshard.train.matching import Faults, Leniency, match_tensors
-from reshard.train.model_state import load_model_tensors
+from reshard.train.learning_rate import Scaling, assert_restored, lr_of
+from reshard.train.matching import Faults, Leniency, is_lossy, match_tensors
+from reshard.train.model_state import empty_like_shard, load_model_tensors, local_parts
 from reshard.train.optimizer_load import OptimizerPlan, plan_optimizer, read_groups
 from reshard.train.parts import (
     Choices,
+    Restorer,
     check_batch,
     check_data,
-    check_schedulers,
+    check_states,
     choose_parts,
-    restore_parts,
     restore_random,
     rng_keys,
     stored_tensors,
 )
 from reshard.train.ranks import all_ranks
-from reshard.train.report import LoadReport
+from reshard.train.report import LoadReport, named
+from reshard.train.schedules import check_schedulers, requested_rescales, rescale
 from reshard.train.source import Run, Source, find_step
-from reshard.train.state import MODEL, OPTIMIZER, RNG, TrainState
+from reshard.train.state import DATA, MODEL, OPTIMIZER, RNG, SCHEDULER, STEP, TrainState
+
+UNDEFINED = "model and optimizer are undefined now: build them anew before another load"
 
 
 def load_state(
@@ -53,9 +59,12 @@ def load_state(
 ) -> LoadReport:
     """Restores ``state`` from a step folder, or from the newest committed step of a run's folder.
 
-    Every rank must call it, before any forward pass, on a state built as for a fresh run. Nothing of the user's is
-    stepped. At another world size than the saved one the global batch stays as it was, and the random states of the
-    process follow the rule of :func:`reshard.train.rng.reseed`.
+    Every rank must call it, before any forward pass, on a state built as for a fresh run, schedulers included. Nothing
+    of the user's is stepped. Where a scheduler can only be built after the optimizer is restored, call twice: first
+    with ``scheduler=None`` in the state and ``allow_unexpected=["scheduler"]``, then with the scheduler.
+
+    At another world size than the saved one the global batch stays as it was, and the random states of the process
+    follow the rule of :func:`reshard.train.rng.reseed`.
 
     Args:
         path: ``.../step-<n>``, a run's folder, or a folder that stock ``dcp.save`` wrote.
@@ -76,45 +85,104 @@ def load_state(
         What was restored, with the number of the step.
 
     Raises:
-        ReshardError: on every rank. Until tensors are read ``state`` is untouched; a fault while they are read leaves
-            it undefined, and the message says so.
+        ReshardError: on every rank. Until tensors of model and optimizer are read ``state`` is as it was; a fault while
+            they are read leaves it undefined, and the message says so.
     """
     began = time.monotonic()
-    state.validate()
-    if lr_scaling is not None and (lr is not None or not allow_global_batch_change):
-        raise UsageError("lr_scaling goes with allow_global_batch_change=True and without lr", key="lr_scaling")
-    choices = Choices(
+    choices = _choices(
         Leniency(allow_missing, allow_unexpected, allow_cast),
-        param_groups == "target",
+        param_groups,
         allow_global_batch_change,
         data,
         scheduler_counts_ranks,
     )
+    _check_usage(state, lr, lr_scaling, choices)
     run = Run.of(state, all_ranks())
     source = _open(Path(path), run)
     step = source.manifest.step if source.manifest else state.step
     saved_ranks = source.manifest.world.ranks if source.manifest else None
     report = LoadReport(source.folder, step, run.ranks.size, saved_ranks, state.plan)
-    parts, optimizer, room = _plan(run, source, choices, report)
-    factors = _lr_factors(optimizer, lr, lr_scaling, report)
-    _read(room, run, source)
-    if MODEL in parts:
-        load_model_tensors(state.model, {fqn: room[key] for fqn, key in source.inventory.model.items() if key in room})
-    if OPTIMIZER in parts:
-        optimizer_state.restore(state.model, state.optimizers, optimizer.filled(room))
+    plan = _plan(run, source, choices, report)
+    if (lr is not None or lr_scaling is not None) and OPTIMIZER not in plan.parts:
+        raise UsageError(
+            "the optimizer is not restored, so there is no saved learning rate to change",
+            key="lr",
+            hint="set the learning rate in the optimizer",
+        )
+    saved_schedules = source.manifest.schedulers if source.manifest and SCHEDULER in plan.parts else {}
+    rescales = requested_rescales(run, saved_schedules, plan.optimizer.saved_base_lrs, lr, lr_scaling, report)
+    # All that is small or can refuse comes first: whatever happens until then, the run is as it was.
+    dcp.load(plan.beside, source.folder, run.ranks.group)
+    _restore_beside(run, source, choices, plan)
+    _read(plan.room, run, source)
+    _restore_tensors(run, source, plan)
     with run.ranks.together():
-        restore_parts(run, source, choices, parts, room)
         live_groups = [group for each in state.optimizers.values() for group in each.param_groups]
-        if OPTIMIZER in parts:
-            assert_restored(live_groups, [float(group["lr"]) for group in optimizer.groups], source.folder)
-        if factors is not None:
-            scale_learning_rates(live_groups, state.schedulers, factors)
-        if RNG in parts:
-            restore_random(run, source, {name: room[key] for name, key in rng_keys(run, source, parts).items()}, report)
-    report.restored = sorted(parts)
+        if OPTIMIZER in plan.parts:
+            assert_restored(live_groups, [lr_of(group) for group in plan.optimizer.groups], source.folder)
+        if rescales is not None:
+            rescale(run, live_groups, rescales)
+        if RNG in plan.parts:
+            keys = rng_keys(run, source, plan.parts)
+            restore_random(run, source, {name: plan.beside[key] for name, key in keys.items()}, report)
+        if STEP in plan.parts and source.manifest is not None:
+            state.step = source.manifest.step
+    if DATA in plan.parts and data == "restart":
+        report.missing.append(DATA)
+    report.restored = sorted(plan.parts - set(report.missing))
     report.elapsed_s = time.monotonic() - began
     _tell(report, run)
     return report
+
+
+@dataclass
+class _Plan:
+    """What will be restored, and room for it.
+
+    Attributes:
+        parts: of the run's state.
+        optimizer: for the optimizers.
+        beside: stored key -> what is filled first: small values and the tensors of extra objects.
+        room: stored key -> tensors of model and optimizer, most of them the live ones.
+        tied: stored key -> the key of its partner, where the model has one tensor for the two.
+    """
+
+    parts: set[str]
+    optimizer: OptimizerPlan
+    beside: dict[str, Any] = field(default_factory=dict)
+    room: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+def _choices(
+    leniency: Leniency, param_groups: str, allow_global_batch_change: bool, data: str, scheduler_counts_ranks: bool
+) -> Choices:
+    _require("param_groups", param_groups, ("checkpoint", "target"))
+    _require("data", data, ("restore", "restart"))
+    return Choices(
+        leniency,
+        param_groups == "target",
+        allow_global_batch_change,
+        "restart" if data == "restart" else "restore",
+        scheduler_counts_ranks,
+    )
+
+
+def _check_usage(
+    state: TrainState, lr: float | Sequence[float] | None, lr_scaling: Scaling | None, choices: Choices
+) -> None:
+    state.validate()
+    if lr_scaling is not None:
+        _require("lr_scaling", lr_scaling, ("linear", "sqrt"))
+        if lr is not None or not choices.allow_global_batch_change:
+            raise UsageError("lr_scaling goes with allow_global_batch_change=True and without lr", key="lr_scaling")
+    if (lr is not None or lr_scaling is not None) and not state.optimizers:
+        raise UsageError("there is no optimizer in the TrainState to give a learning rate to", key="lr")
+
+
+def _require(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError("no such choice", key=name, expected=" or ".join(map(repr, allowed)), found=repr(value))
 
 
 def _open(path: Path, run: Run) -> Source:
@@ -131,61 +199,128 @@ def _open(path: Path, run: Run) -> Source:
     return source
 
 
-def _plan(
-    run: Run, source: Source, choices: Choices, report: LoadReport
-) -> tuple[set[str], OptimizerPlan, dict[str, Any]]:
-    """Holds the two sides against each other; the parts to restore, and room for every stored value they need."""
+def _plan(run: Run, source: Source, choices: Choices, report: LoadReport) -> _Plan:
+    """Holds the two sides against each other.
+
+    Raises:
+        StateMismatch: with everything that does not fit.
+    """
     faults = Faults()
     parts = choose_parts(run, source, choices, faults, report)
     saved_groups = read_groups(run, source) if OPTIMIZER in parts else []
-    optimizer = OptimizerPlan([])
-    room: dict[str, Any] = {}
+    plan = _Plan(parts, OptimizerPlan([]))
     with run.ranks.together():
-        for check in (check_batch, check_data, check_schedulers):
+        for check in (check_batch, check_data):
             check(run, source, choices, faults, report)
+        check_schedulers(run, source, faults, report, counts_ranks=choices.scheduler_counts_ranks)
+        check_states(run, source, parts, faults)
         if MODEL in parts:
-            stored: dict[str, StoredTensor | None] = {
-                fqn: source.stored.tensors.get(key) for fqn, key in source.inventory.model.items()
-            }
-            match_tensors(run.model, stored, run.aliases, choices.leniency, faults)
-            room.update({key: run.model[fqn] for fqn, key in source.inventory.model.items() if fqn in run.model})
+            _plan_model(run, source, choices, plan, faults, report)
         if OPTIMIZER in parts:
-            optimizer = plan_optimizer(run, source, saved_groups, choices, faults, report)
-            room.update(optimizer.room)
+            plan.optimizer = plan_optimizer(run, source, parts, saved_groups, choices, faults, report)
+            plan.room.update(plan.optimizer.room)
         if error := faults.error(source.folder):
             raise error
-        room.update(stored_tensors(run, source, parts))
-        room.update({key: source.room(key) for key in rng_keys(run, source, parts).values()})
-    return parts, optimizer, room
+        plan.beside.update(stored_tensors(run, source, parts))
+        plan.beside.update({key: source.room(key) for key in rng_keys(run, source, parts).values()})
+    return plan
 
 
-def _lr_factors(
-    optimizer: OptimizerPlan, lr: float | Sequence[float] | None, scaling: Scaling | None, report: LoadReport
-) -> list[float] | None:
-    base = optimizer.saved_base_lrs
-    if lr is not None:
-        wanted = [float(lr)] * len(base) if isinstance(lr, (int, float)) else [float(value) for value in lr]
-        if len(wanted) != len(base):
-            raise UsageError("one learning rate a parameter group", key="lr", expected=len(base), found=len(wanted))
-        report.warnings = [text for text in report.warnings if not text.startswith("config lr ")]
-        report.warnings.append(f"base learning rate {base} -> {wanted}, as asked; moments kept")
-        return [new / old for new, old in zip(wanted, base, strict=True)]
-    if scaling is not None and report.saved_batch is not None and report.plan is not None:
-        factor = batch_factor(scaling, report.saved_batch["global_batch"], report.plan.global_batch)
-        report.warnings.append(f"learning rate x {factor:.6g} ({scaling} scaling), as asked")
-        return [factor] * len(base)
-    return None
+def _plan_model(run: Run, source: Source, choices: Choices, plan: _Plan, faults: Faults, report: LoadReport) -> None:
+    inventory = source.inventory
+    stored: dict[str, StoredTensor | None] = {
+        fqn: source.stored.tensors.get(key) for fqn, key in inventory.model.items()
+    }
+    stored |= dict.fromkeys(inventory.extra_state)
+    passed = match_tensors(run.model, stored, run.aliases, choices.leniency, faults)
+    for fqn, tensor in run.model.items():
+        if isinstance(tensor, torch.Tensor) and any(part.is_meta for part in local_parts(tensor)):
+            faults.add(
+                f"model.{fqn}: on the meta device, so there is no memory to load into",
+                "call model.to_empty(device=...) before",
+            )
+    report.missing += [f"model.{fqn}" for fqn in passed.missing]
+    if passed.unexpected:
+        report.warnings.append(f"in the checkpoint, and left out, as asked: {named(passed.unexpected)}")
+    for before, after in sorted(passed.casts, key=str):
+        lossy = ", rounded, as asked" if is_lossy(before, after) else ""
+        report.warnings.append(f"weights {before} -> {after}{lossy}")
+    if getattr(getattr(run.state.model, "config", None), "tie_word_embeddings", False) and not run.aliases:
+        report.warnings.append(
+            "the model's config says tie_word_embeddings, and no two of its parameters are one: each is restored"
+        )
+    plan.room.update({key: run.model[fqn] for fqn, key in inventory.model.items() if fqn in run.model})
+    for further, first in run.aliases.items():
+        if further in inventory.model and first in inventory.model and isinstance(run.model[further], torch.Tensor):
+            key = inventory.model[further]
+            plan.tied[key] = inventory.model[first]
+            # Read on its own: two stored values in one tensor would leave whichever came last.
+            plan.room[key] = empty_like_shard(run.model[further], run.model[further].shape, run.model[further].dtype)
+    plan.room.update(
+        {
+            key: source.room(key)
+            for fqn, entries in inventory.extra_state.items()
+            if fqn in run.model
+            for key in entries.values()
+        }
+    )
+
+
+def _restore_beside(run: Run, source: Source, choices: Choices, plan: _Plan) -> None:
+    restorer = Restorer(run, source, choices, plan.optimizer.partners, plan.optimizer.rescales)
+    try:
+        with run.ranks.together():
+            restorer.restore(plan.parts, plan.beside)
+    except ReshardError as fault:
+        restorer.take_back()
+        if restorer.lost:
+            fault.details = (*fault.details, f"undefined now: {', '.join(restorer.lost)}; the rest is as it was")
+        raise
 
 
 def _read(room: dict[str, Any], run: Run, source: Source) -> None:
     try:
-        dcp.load(room, source.folder, run.ranks.group)
+        with run.ranks.contact():
+            dcp.load(room, source.folder, run.ranks.group)
     except ReshardError as fault:
-        fault.details = (*fault.details, "model and optimizer are undefined now: build them anew before another load")
+        fault.details = (*fault.details, UNDEFINED)
         raise
 
 
+def _restore_tensors(run: Run, source: Source, plan: _Plan) -> None:
+    inventory, state = source.inventory, run.state
+    with run.ranks.together():
+        for key, partner in plan.tied.items():
+            if not _is_same(plan.room[key], plan.room[partner]):
+                raise StateMismatch(
+                    "tied in the model, and stored with another value than its partner",
+                    path=source.folder,
+                    key=key,
+                    expected=f"the value of {partner}",
+                    found="a different one",
+                    hint="untie the weights of the model, as they were when saved",
+                    details=[UNDEFINED],
+                )
+    if MODEL in plan.parts:
+        loaded = {fqn: plan.room[key] for fqn, key in inventory.model.items() if key in plan.room}
+        for fqn, entries in inventory.extra_state.items():
+            if fqn in run.model:
+                loaded[fqn] = nested({path: plan.room[key] for path, key in entries.items()})
+        load_model_tensors(state.model, loaded)
+    if OPTIMIZER in plan.parts:
+        optimizer_state.restore(state.model, state.optimizers, plan.optimizer.filled(plan.room))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether this rank's parts of two tensors are equal, NaN to NaN."""
+    return all(
+        bool(torch.all((x == y) | ((x != x) & (y != y)))) for x, y in zip(local_parts(a), local_parts(b), strict=True)
+    )
+
+
 def _tell(report: LoadReport, run: Run) -> None:
+    for note in report.notes:
+        run.ranks.say(note)
     for warning in report.warnings:
         run.ranks.warn(warning)
     (run.ranks.warn if report.missing else run.ranks.say)(report.line)

@@ -35,6 +35,11 @@ def load_model_tensors(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
         model.load_state_dict({key: tensors.get(names[key], value) for key, value in state.items()})
 
 
+def state_names(model: torch.nn.Module) -> list[str]:
+    """The names in the model's state dict as they are, wrappers included. Collective for FSDP1."""
+    return list(_state_dict(model))
+
+
 def parameter_names(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
     """The canonical name of each parameter, a tied one's first name. Not for FSDP1, whose parameters are flat."""
     gather_nothing(model)
@@ -86,6 +91,13 @@ def empty_like_shard(reference: Any, shape: torch.Size, dtype: torch.dtype) -> t
         return empty_sharded_like(reference, dtype)
     with torch.no_grad():
         return torch.empty_like(reference, dtype=dtype, requires_grad=False)
+
+
+def local_parts(tensor: Any) -> list[torch.Tensor]:
+    """What this rank holds of a tensor of any kind."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
 
 
 def _device(tensor: Any) -> torch.device:

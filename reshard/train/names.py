@@ -14,6 +14,9 @@ from reshard.errors import StateMismatch
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 ROOT_WRAPPERS = frozenset({"module", "_forward_module"})
 
+# The last component of the name under which ``state_dict`` puts what a module's ``get_extra_state`` returned.
+EXTRA_STATE = "_extra_state"
+
 
 def canonical_names(names: Iterable[str], *, like: Iterable[str] | None = None) -> dict[str, str]:
     """Maps each name to the one without wrappers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from reshard.train.learning_rate import TOLERANCE, base_lr
-from reshard.train.matching import PARAMS, Faults, match_entries, match_groups
+from reshard.dcp import nested
+from reshard.errors import StateMismatch
+from reshard.train.inventory import Path
+from reshard.train.learning_rate import TOLERANCE, Rescale, base_lr, is_same_lr, lr_of
+from reshard.train.matching import PARAMS, Faults, match_entries, match_groups, match_kinds
 from reshard.train.model_state import empty_like_shard
 from reshard.train.names import canonical_names
 from reshard.train.optimizer_state import OptimizerState
 from reshard.train.parts import Choices
 from reshard.train.report import LoadReport, named
 from reshard.train.source import Run, Source
+from reshard.train.state import SCHEDULER
 
 
 @dataclass
@@ -26,24 +31,24 @@ class OptimizerPlan:
     Attributes:
         groups: for each live group, the hyperparameters it will have.
         saved_base_lrs: for each live group, the base learning rate that its hyperparameters bring.
+        partners: for each live group, the saved one that it continues.
+        rescales: for each live group, from the saved base learning rate to its own, where the run keeps its own.
         entries: FQN -> path below the parameter -> stored key.
         room: stored key -> tensor to be filled, or None for an object.
     """
 
     groups: list[dict[str, Any]]
     saved_base_lrs: list[float] = field(default_factory=list)
-    entries: dict[str, dict[tuple[str, ...], str]] = field(default_factory=dict)
+    partners: list[int | None] = field(default_factory=list)
+    rescales: list[Rescale] | None = None
+    entries: dict[str, dict[Path, str]] = field(default_factory=dict)
     room: dict[str, Any] = field(default_factory=dict)
 
     def filled(self, loaded: Mapping[str, Any]) -> OptimizerState:
         """The state to hand to the optimizers, from what was read into ``room``."""
-        state: dict[str, dict[str, Any]] = {}
-        for fqn, entries in self.entries.items():
-            for path, key in entries.items():
-                place = state.setdefault(fqn, {})
-                for name in path[:-1]:
-                    place = place.setdefault(name, {})
-                place[path[-1]] = loaded[key]
+        state = {
+            fqn: nested({path: loaded[key] for path, key in entries.items()}) for fqn, entries in self.entries.items()
+        }
         return OptimizerState(state, self.groups)
 
 
@@ -54,9 +59,20 @@ def read_groups(run: Run, source: Source) -> list[dict[str, Any]]:
     keys |= {key for names in inventory.per_parameter.values() for key in names.values()}
     values = source.read_objects(keys, run.ranks)
     groups = [
-        {name: values[key] for name, key in inventory.groups[number].items()} for number in sorted(inventory.groups)
+        nested({path: values[key] for path, key in inventory.groups[number].items()})
+        for number in sorted(inventory.groups)
     ]
     raw = [fqn for group in groups for fqn in group.setdefault(PARAMS, [])]
+    if not all(isinstance(fqn, str) for fqn in raw):
+        raise StateMismatch(
+            "parameters are listed as integers, which do not say which they are",
+            path=source.folder,
+            key="optim.param_groups",
+            expected="parameter names",
+            found=reprlib.repr(raw),
+            hint="save get_optimizer_state_dict(model, optimizer) instead of optimizer.state_dict(), or leave the "
+            "optimizer out of TrainState and pass allow_unexpected=['optimizer']",
+        )
     names = canonical_names(raw, like=[key.split(".", 1)[1] for key in inventory.model.values()] or raw)
     groups = [{**group, PARAMS: [names[fqn] for fqn in group[PARAMS]]} for group in groups]
     by_parameter = {
@@ -79,19 +95,41 @@ def _regrouped(by_parameter: Mapping[str, dict[str, Any]], live: list[dict[str, 
 
 
 def plan_optimizer(
-    run: Run, source: Source, saved_groups: list[dict[str, Any]], choices: Choices, faults: Faults, report: LoadReport
+    run: Run,
+    source: Source,
+    parts: set[str],
+    saved_groups: list[dict[str, Any]],
+    choices: Choices,
+    faults: Faults,
+    report: LoadReport,
 ) -> OptimizerPlan:
     """Matches groups and entries, and makes room for the tensors. Touches nothing live.
 
     Args:
+        parts: what will be restored.
         saved_groups: as :func:`read_groups` gave them.
         faults, report: get what does not fit, and what the user should know.
     """
     live = run.optimizer
-    groups = match_groups(live.groups, saved_groups, choices.leniency, faults, keep_live=choices.keep_live_groups)
-    plan = OptimizerPlan(groups, [base_lr(group) for group in groups])
+    keep_live = choices.keep_live_groups
+    if not saved_groups and live.groups and not keep_live:
+        faults.add(
+            "optim.param_groups: not in the checkpoint, though optimizer state is",
+            "param_groups='target' keeps the run's hyperparameters",
+        )
+    matched = match_groups(live.groups, saved_groups, choices.leniency, faults, keep_live=keep_live)
+    plan = OptimizerPlan(matched.groups, [base_lr(group) for group in matched.groups], matched.partners)
+    match_kinds(live.groups, saved_groups, matched.partners, faults)
+    _check_described(run, source, faults, report)
     _check_recorded_lr(source, saved_groups, faults)
-    _mention_config_lr(live.groups, plan.saved_base_lrs, choices, report)
+    if keep_live:
+        report.warnings.append("param_groups='target': moments restored, hyperparameters are the run's own")
+        if SCHEDULER in parts:
+            _continue_schedule(plan, saved_groups, faults)
+    if not keep_live:
+        # The saved group's own: one saved without a schedule lacks the initial rate that the live schedule has set.
+        saved_bases = [None if number is None else base_lr(saved_groups[number]) for number in plan.partners]
+        _mention_config_lr(live.groups, saved_bases, report)
     saved = {fqn: set(entries) for fqn, entries in source.inventory.optimizer.items()}
     match_entries(saved, saved_groups or live.groups, faults)
     parameters = live.parameters
@@ -111,42 +149,77 @@ def plan_optimizer(
     for before, after in sorted(casts, key=str):
         report.warnings.append(f"optimizer state {before} -> {after}, as its parameters are now")
     if report.fresh and saved_groups:
-        report.warnings += _about_fresh(report.fresh, saved_groups)
+        _tell_of_fresh(report, saved_groups)
     return plan
+
+
+def _continue_schedule(plan: OptimizerPlan, saved_groups: list[dict[str, Any]], faults: Faults) -> None:
+    """Puts the run's own learning rates where the restored schedule stands."""
+    plan.rescales = []
+    for group, partner, base in zip(plan.groups, plan.partners, plan.saved_base_lrs, strict=True):
+        before = base_lr(saved_groups[partner]) if partner is not None else base
+        if before == 0 != base:
+            faults.add(
+                "optim.param_groups: the saved base learning rate is 0, from which the schedule cannot be rescaled",
+                "leave the scheduler out of TrainState and pass allow_unexpected=['scheduler']",
+            )
+            return
+        rescale = Rescale(before or 1.0, base if before else 1.0)
+        plan.rescales.append(rescale)
+        if partner is not None:
+            group["lr"] = _as_kept(group["lr"], rescale(float(saved_groups[partner]["lr"])))
+
+
+def _as_kept(live: Any, value: float) -> Any:
+    return torch.full_like(live, value) if isinstance(live, torch.Tensor) else value
+
+
+def _check_described(run: Run, source: Source, faults: Faults, report: LoadReport) -> None:
+    """Optimizers must have the names they were saved under; another class is mentioned."""
+    if source.manifest is None:
+        return
+    saved, live = source.manifest.optimizers, run.state.optimizers
+    if saved.keys() != live.keys():
+        faults.add(
+            f"optimizers: expected {named(sorted(saved))}, as saved, found {named(sorted(live))}",
+            "name them in TrainState(optimizer={name: ...}) as they were saved",
+        )
+    for name in sorted(saved.keys() & live.keys()):
+        described = saved[name]
+        before = described.get("class") if isinstance(described, dict) else None
+        if before is not None and before != (now := type(live[name]).__name__):
+            report.warnings.append(f"optimizer {name!r} was {before} and is {now} now; its state was taken over")
 
 
 def _check_recorded_lr(source: Source, saved_groups: list[dict[str, Any]], faults: Faults) -> None:
     if source.manifest is None:
         return
-    stored = [float(group["lr"]) for group in saved_groups if "lr" in group]
+    stored = [lr_of(group) for group in saved_groups]
     recorded = source.manifest.lr
-    if len(stored) != len(recorded) or any(abs(a - b) > TOLERANCE for a, b in zip(stored, recorded, strict=True)):
+    if len(stored) != len(recorded) or not all(map(is_same_lr, stored, recorded)):
         faults.add(
-            f"learning rates: the manifest says {recorded}, the tensors' file {stored}",
-            "the two are of different saves: use another step",
+            f"learning rates: expected {recorded}, as reshard.json says, found {stored} among the tensors",
+            "the two files are of different saves: use another step",
         )
 
 
-def _mention_config_lr(
-    live: list[dict[str, Any]], saved_base_lrs: list[float], choices: Choices, report: LoadReport
-) -> None:
-    if choices.keep_live_groups:
-        return
-    for group, saved in zip(live, saved_base_lrs, strict=True):
-        if abs(base_lr(group) - saved) > TOLERANCE:
-            message = (
-                f"config lr {base_lr(group):g} ignored; checkpoint lr {saved:g} restored; "
-                f"pass lr={base_lr(group):g} to override"
-            )
-            if message not in report.warnings:
-                report.warnings.append(message)
+def _mention_config_lr(live: list[dict[str, Any]], saved_bases: list[float | None], report: LoadReport) -> None:
+    for group, saved in zip(live, saved_bases, strict=True):
+        if saved is None or abs(base_lr(group) - saved) <= TOLERANCE:
+            continue
+        message = (
+            f"config lr {base_lr(group):g} ignored; checkpoint lr {saved:g} restored; "
+            f"pass lr={base_lr(group):g} to override"
+        )
+        if message not in report.warnings:
+            report.warnings.append(message)
 
 
 def _room(
     run: Run,
     source: Source,
     fqn: str,
-    path: tuple[str, ...],
+    path: Path,
     key: str,
     casts: set[tuple[torch.dtype, torch.dtype]],
 ) -> Any:
@@ -170,21 +243,31 @@ def _room(
     return empty_like_shard(parameter, stored.shape, dtype)
 
 
-def _at(value: Any, path: tuple[str, ...]) -> Any:
+def _at(value: Any, path: Path) -> Any:
     for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        else:
+            value = value[name] if isinstance(value, list) and isinstance(name, int) and name < len(value) else None
     return value
 
 
-def _about_fresh(fresh: list[str], saved_groups: list[dict[str, Any]]) -> list[str]:
+def _tell_of_fresh(report: LoadReport, saved_groups: list[dict[str, Any]]) -> None:
     known = {fqn for group in saved_groups for fqn in group[PARAMS]}
-    joined = [fqn for fqn in fresh if fqn not in known]
-    stateless = [fqn for fqn in fresh if fqn in known]
-    messages = []
+    joined = [fqn for fqn in report.fresh if fqn not in known]
+    stateless = [fqn for fqn in report.fresh if fqn in known]
     if joined:
-        messages.append(f"{len(joined)} parameters are new to the optimizer and start fresh: {named(joined)}")
-    if stateless:
-        messages.append(
-            f"{len(stateless)} parameters had no optimizer state when saved and start fresh: {named(stateless)}"
+        report.warnings.append(f"new to the optimizer, so without moments: {_counted(joined)}")
+    if not stateless:
+        return
+    if len(stateless) < len(known):
+        report.notes.append(f"had no optimizer state when saved, and start fresh: {_counted(stateless)}")
+    elif any(group.get("momentum", 1) != 0 for group in saved_groups):
+        report.warnings.append(
+            f"the checkpoint holds no optimizer state for any of its {len(known)} parameters: was it saved before the "
+            "first optimizer step, or with gradients set by a tool that then writes an empty state?"
         )
-    return messages
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} parameter{'s' * (len(names) != 1)} ({named(names)})"

@@ -7,7 +7,7 @@ merged into one such dictionary, as torch merges them: their parameters are disj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 
 from reshard.errors import StateMismatch
 from reshard.train import fsdp1
-from reshard.train.model_state import parameter_names
+from reshard.train.model_state import parameter_names, state_names
 from reshard.train.names import canonical_names
 
 PARAMS = "params"
+# What the optimizer was told at its construction, wrapper prefixes and all: not a hyperparameter.
+PARAM_NAMES = "param_names"
 
 
 @dataclass
@@ -51,10 +53,11 @@ def capture(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimiz
         StateMismatch: an optimizer holds a parameter that the model does not have, or two hold the same one.
     """
     merged = OptimizerState()
-    names = None if fsdp1.is_fsdp1(model) else parameter_names(model)
+    names = None if fsdp1.is_fsdp1(model) or not optimizers else parameter_names(model)
+    like = state_names(model) if names is None and optimizers else []
     for name, optimizer in optimizers.items():
         if names is None:
-            own = _canonical(fsdp1.optimizer_state(model, optimizer))
+            own = _canonical(fsdp1.optimizer_state(model, optimizer), like)
         else:
             own = _named(optimizer, names)
         if both := merged.state.keys() & own.state.keys() | set(merged.parameters) & set(own.parameters):
@@ -116,8 +119,8 @@ def _fqns(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, s
     return [[names[parameter] for parameter in group[PARAMS]] for group in optimizer.param_groups]
 
 
-def _canonical(state: dict[str, Any]) -> OptimizerState:
-    names = canonical_names([fqn for group in state["param_groups"] for fqn in group[PARAMS]])
+def _canonical(state: dict[str, Any], like: Iterable[str]) -> OptimizerState:
+    names = canonical_names([fqn for group in state["param_groups"] for fqn in group[PARAMS]], like=like)
     return OptimizerState(
         {names[fqn]: dict(entries) for fqn, entries in state["state"].items() if entries},
         [{**group, PARAMS: [names[fqn] for fqn in group[PARAMS]]} for group in state["param_groups"]],
@@ -131,7 +134,7 @@ def _restore_fsdp1(
     groups: list[dict[str, Any]],
 ) -> None:
     live = fsdp1.optimizer_state(model, optimizer)["param_groups"]
-    names = canonical_names([fqn for group in live for fqn in group[PARAMS]])
+    names = canonical_names([fqn for group in live for fqn in group[PARAMS]], like=state_names(model))
     fsdp1.load_optimizer_state(
         model,
         optimizer,
@@ -161,9 +164,13 @@ def _restore_named(
 
 def _set_hyperparameters(live: dict[str, Any], stored: Mapping[str, Any]) -> None:
     for name, value in stored.items():
-        if name == PARAMS:
+        if name in (PARAMS, PARAM_NAMES):
             continue
-        if isinstance(live.get(name), torch.Tensor):
-            live[name].copy_(torch.as_tensor(value))
+        held = live.get(name)
+        if isinstance(held, torch.Tensor):
+            # A captured or compiled step holds on to the tensor itself.
+            held.copy_(torch.as_tensor(value))
+        elif isinstance(held, (int, float)) and isinstance(value, torch.Tensor):
+            live[name] = value.item()
         else:
-            live[name] = value
+            live[name] = tuple(value) if isinstance(held, tuple) and isinstance(value, list) else value

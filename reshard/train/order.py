@@ -19,6 +19,8 @@ ROUNDS = 8
 class EpochOrder:
     """Position in the epoch -> sample index, for one (length, seed, epoch).
 
+    Saved positions rely on it: for the same numbers the order must never change.
+
     Args:
         length: samples in the data set.
         seed, epoch: what the permutation follows.
@@ -32,7 +34,14 @@ class EpochOrder:
         self._keys = [np.uint64(derive_seed("order", seed, epoch, i)) for i in range(ROUNDS)]
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample indices (int64) at an array of positions, each in [0, length)."""
+        """Sample indices (int64) at an array of positions, each in [0, length).
+
+        Raises:
+            IndexError: a position outside the epoch.
+        """
+        # Beyond the end the network still gives numbers, but ones that other positions have already.
+        if positions.size and not (positions.min() >= 0 and positions.max() < self.length):
+            raise IndexError(f"positions {positions.min()}..{positions.max()} of an epoch of {self.length} samples")
         if not self.shuffle:
             return np.asarray(positions, dtype=np.int64)
         values = self._permute(np.asarray(positions, dtype=np.uint64))

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from reshard.errors import ReshardError, StateMismatch
 from reshard.formats import tagged
 from reshard.formats.tagged import Json
-from reshard.train.learning_rate import batch_factor
+from reshard.train.learning_rate import Rescale, batch_factor
 from reshard.train.matching import Faults, Leniency
 from reshard.train.model_state import empty_like_shard
-from reshard.train.report import LoadReport
+from reshard.train.report import LoadReport, named
 from reshard.train.rng import reseed, restore_rng
+from reshard.train.schedules import fitted
 from reshard.train.source import Run, Source
-from reshard.train.state import BATCH, DATA, RNG, SCALER, SCHEDULER, STEP, extra_part
+from reshard.train.state import DATA, OPTIMIZER, RNG, SCALER, SCHEDULER, Stateful, extra_part
 
 STORED = "!stored"
+DAMAGED = "the checkpoint is damaged: use another step"
 
 
 @dataclass(frozen=True)
@@ -36,23 +42,36 @@ def choose_parts(run: Run, source: Source, choices: Choices, faults: Faults, rep
     """The parts to restore: those that both sides have. What only one side has is a fault, unless allowed."""
     lacking = [part for part, has in run.state.parts.items() if has and not source.has(part)]
     refused = [part for part in lacking if not choices.leniency.may_miss(part)]
+    if OPTIMIZER in refused and (integers := source.inventory.integers):
+        refused.remove(OPTIMIZER)
+        faults.add(
+            f"optim.state: keyed by integers ({named(integers, 3)}), which do not say whose state it is: "
+            "expected parameter names",
+            "save get_optimizer_state_dict(model, optimizer) instead of optimizer.state_dict(), or take the rest "
+            "without it by allow_missing=['optimizer']",
+        )
     if refused and source.manifest is None:
         faults.add(
             f"no reshard.json (stock dcp.save wrote this, or not all of it is here): it lacks {', '.join(refused)}",
-            f"allow_missing={refused!r} goes on without them",
+            f"allow_missing={refused!r} goes on without",
         )
     elif refused:
         faults.add(
             f"the checkpoint lacks what the run has: {', '.join(refused)}",
-            f"allow_missing={refused!r} leaves them as they are",
+            f"allow_missing={refused!r} leaves it as it is",
         )
-    surplus = [part for part in _saved_parts(source) if not run.state.parts.get(part)]
-    for part in surplus:
-        if not choices.leniency.may_ignore(part):
+    for part in _saved_parts(source):
+        if run.state.parts.get(part):
+            continue
+        if choices.leniency.may_ignore(part):
+            report.warnings.append(f"{part}: in the checkpoint, and left out, as asked")
+        else:
             faults.add(
                 f"{part}: in the checkpoint, and the run has none",
                 f"give it to TrainState, or allow_unexpected=[{part!r}] leaves it out",
             )
+    if source.manifest is None and (others := source.inventory.others):
+        report.warnings.append(f"not read, since nothing says what it belongs to: {named(sorted(others))}")
     report.missing = [part for part in lacking if part not in refused]
     return {part for part, has in run.state.parts.items() if has and source.has(part)}
 
@@ -69,8 +88,17 @@ def check_batch(run: Run, source: Source, choices: Choices, faults: Faults, repo
     plan = run.state.plan
     if saved is None or plan is None:
         return
-    report.saved_batch = {name: int(value) for name, value in saved.items()}
+    numbers = ("global_batch", "micro_batch", "ranks", "accumulation")
+    if not all(type(value := saved.get(name)) is int and value > 0 for name in numbers):
+        faults.add(f"reshard.json: batch: expected {', '.join(numbers)} as counts, found {saved}", DAMAGED)
+        return
+    report.saved_batch = {name: int(saved[name]) for name in numbers}
     before = report.saved_batch["global_batch"]
+    if (micro_batch := report.saved_batch["micro_batch"]) != plan.micro_batch:
+        report.warnings.append(
+            f"micro-batch {micro_batch} -> {plan.micro_batch}: the global batch stays exact, but slots are cut "
+            "elsewhere, so their random streams (dropout) differ from before"
+        )
     if before == plan.global_batch:
         return
     linear, root = (batch_factor(scaling, before, plan.global_batch) for scaling in ("linear", "sqrt"))
@@ -86,18 +114,25 @@ def check_batch(run: Run, source: Source, choices: Choices, faults: Faults, repo
 
 def check_data(run: Run, source: Source, choices: Choices, faults: Faults, report: LoadReport) -> None:
     """A position kept per rank means nothing at another world size or number of workers."""
-    data, live = source.manifest.data if source.manifest else None, run.state.data
-    if not isinstance(data, dict) or live is None:
+    manifest, live = source.manifest, run.state.data
+    if manifest is None or manifest.data is None or live is None:
         return
-    seen = "" if run.state.plan is None else f" ({source.manifest.step * run.state.plan.global_batch} samples)"  # type: ignore[union-attr]
+    data = manifest.data
+    if not isinstance(data, dict) or not ("shared" in data or isinstance(data.get("ranks"), list)):
+        faults.add("reshard.json: data: expected a position, shared or one a rank, found neither", DAMAGED)
+        return
+    batch = (report.saved_batch or {}).get("global_batch")
+    again = f"the {manifest.step * batch} samples trained on so far" if batch else "what was trained on so far"
     if choices.data == "restart":
-        report.warnings.append(f"data started anew: what the run has seen so far{seen} is seen again")
+        report.warnings.append(f"data started anew, as asked: {again} will be seen again")
         return
-    restart = f"data='restart' starts it anew{seen} are seen again" if seen else "data='restart' starts it anew"
+    restart = f"data='restart' starts it anew, and {again} will be seen again"
     shared = getattr(live, "world_independent", False)
     if ("shared" in data) != shared:
         faults.add(
-            "data: the position was saved by another kind of loader", f"use the kind it was saved with, or {restart}"
+            "data: the position was saved by another kind of loader: expected one "
+            f"{'for all ranks' if 'shared' in data else 'for each rank'}, as saved, found {type(live).__name__}",
+            f"use the kind it was saved with, or {restart}",
         )
         return
     if shared:
@@ -118,48 +153,66 @@ def check_data(run: Run, source: Source, choices: Choices, faults: Faults, repor
         )
 
 
-def check_schedulers(run: Run, source: Source, choices: Choices, faults: Faults, report: LoadReport) -> None:
-    """Names must be the same; a schedule that counted ranks instead of steps is pointed out."""
-    if source.manifest is None or not source.manifest.schedulers or not run.state.schedulers:
-        return
-    saved, live = source.manifest.schedulers, run.state.schedulers
-    if saved.keys() != live.keys():
-        faults.add(
-            f"schedulers: expected {', '.join(sorted(saved))}, found {', '.join(sorted(live))}", "name them as saved"
-        )
-    ranks, step = source.manifest.world.ranks, source.manifest.step
-    for name, state in saved.items():
-        counts_ranks = isinstance(state, dict) and state.get("last_epoch") == ranks * step
-        if ranks > 1 and step > 0 and counts_ranks and not choices.scheduler_counts_ranks:
-            report.warnings.append(
-                f"{SCHEDULER}.{name} stands at {ranks * step} = {ranks} ranks x {step} steps: if it is stepped "
-                "once a rank (accelerate does), pass scheduler_counts_ranks=True, or the schedule is off by the "
-                "change in ranks"
+def check_states(run: Run, source: Source, parts: set[str], faults: Faults) -> None:
+    """What the manifest says of each restored part must be there, readable, and with its tensors beside it."""
+    kept = _kept(run, source, parts)
+    expected = [part for part in parts if part in (DATA, SCALER) or part.startswith(extra_part(""))]
+    expected += [f"{SCHEDULER}.{name}" for name in run.state.schedulers if SCHEDULER in parts]
+    for part in sorted(set(expected) - kept.keys()):
+        faults.add(f"reshard.json: {part}: listed as saved, and not there", DAMAGED)
+    for part, state in kept.items():
+        try:
+            tagged.decode(state, resolve=lambda key: None)
+        except ReshardError as fault:
+            faults.add(f"reshard.json: {part}: {fault}", DAMAGED)
+        for key in _references(state):
+            if key not in source.stored.tensors:
+                faults.add(f"{key}: named by reshard.json, not among the tensors", DAMAGED)
+    if RNG in parts:
+        recorded = source.manifest.rng if source.manifest else None
+        ranks = recorded.get("ranks") if isinstance(recorded, dict) else len(source.inventory.rng)
+        found = sorted(source.inventory.rng)
+        if not found or found != list(range(len(found))) or len(found) != ranks:
+            of = named([str(rank) for rank in found])
+            faults.add(
+                f"rng: expected random states of {ranks} ranks, found those of rank {of}",
+                DAMAGED,
             )
+        for rank, states in source.inventory.rng.items():
+            if "torch" not in states:
+                faults.add(f"rng.rank_{rank}.torch: not in the checkpoint", DAMAGED)
 
 
 def stored_tensors(run: Run, source: Source, parts: set[str]) -> dict[str, Any]:
     """Room for the tensors that the restored parts keep beside the model's: key -> tensor to be filled."""
-    manifest = source.manifest
-    if manifest is None:
-        return {}
-    kept: list[Json] = []
-    if SCHEDULER in parts:
-        kept.extend(manifest.schedulers.values())
-    if SCALER in parts:
-        kept.append(manifest.scaler)
-    if DATA in parts:
-        kept.append(_own_position(manifest.data, run.ranks.rank))
     live: dict[str, Any] = {}
     for name, value in run.state.extra.items():
         if extra_part(name) in parts:
-            kept.append(manifest.extra[name])
             live.update(_tensors_in(value.state_dict(), extra_part(name)))
     room = {}
-    for key in _references(kept):
-        entry = source.stored.tensors[key]
-        room[key] = empty_like_shard(live[key], entry.shape, entry.dtype) if key in live else source.room(key)
+    for state in _kept(run, source, parts).values():
+        for key in _references(state):
+            entry = source.stored.tensors[key]
+            room[key] = empty_like_shard(live[key], entry.shape, entry.dtype) if key in live else source.room(key)
     return room
+
+
+def _kept(run: Run, source: Source, parts: set[str]) -> dict[str, Json]:
+    """What the manifest keeps of each restored part, by the part's name, schedulers one by one."""
+    manifest = source.manifest
+    if manifest is None:
+        return {}
+    kept: dict[str, Json] = {}
+    if DATA in parts and manifest.data is not None:
+        kept[DATA] = _own_position(manifest.data, run.ranks.rank)
+    if SCALER in parts and manifest.scaler is not None:
+        kept[SCALER] = manifest.scaler
+    if SCHEDULER in parts:
+        kept |= {
+            f"{SCHEDULER}.{name}": state for name, state in manifest.schedulers.items() if name in run.state.schedulers
+        }
+    kept |= {extra_part(name): state for name, state in manifest.extra.items() if extra_part(name) in parts}
+    return kept
 
 
 def rng_keys(run: Run, source: Source, parts: set[str]) -> dict[str, str]:
@@ -170,33 +223,74 @@ def rng_keys(run: Run, source: Source, parts: set[str]) -> dict[str, str]:
     return source.inventory.rng.get(run.ranks.rank if same else 0, {})
 
 
-def restore_parts(run: Run, source: Source, choices: Choices, parts: set[str], tensors: Mapping[str, Any]) -> None:
-    """Everything but model, optimizer and random states, from the manifest and the tensors beside it."""
-    manifest, state = source.manifest, run.state
-    if manifest is None:
-        return
+@dataclass
+class Restorer:
+    """Hands the restored parts back one after the other, and takes it back if one of them refuses.
 
-    def decode(value: Json) -> Any:
-        return tagged.decode(value, resolve=lambda key: tensors[key])
+    Attributes:
+        partners, rescales: of the live parameter groups, as the schedules need them.
+        lost: what was handed over and has no way back: state with tensors of its own is not copied for that.
+    """
 
-    if SCHEDULER in parts:
-        for name, scheduler in state.schedulers.items():
-            saved = decode(manifest.schedulers[name])
-            if choices.scheduler_counts_ranks:
-                saved = _recounted(saved, scheduler.state_dict(), manifest.world.ranks, run.ranks.size)
-            scheduler.load_state_dict(saved)
-    if SCALER in parts and state.scaler is not None:
-        state.scaler.load_state_dict(decode(manifest.scaler))
-    for name, value in state.extra.items():
-        if extra_part(name) in parts:
-            value.load_state_dict(decode(manifest.extra[name]))
-    if DATA in parts and state.data is not None and choices.data == "restore":
-        state.data.load_state_dict(decode(_own_position(manifest.data, run.ranks.rank)))
-    plan, batch = state.plan, manifest.batch
-    if BATCH in parts and plan and batch and batch["global_batch"] == plan.global_batch:
-        plan.load_state_dict(batch)
-    if STEP in parts:
-        state.step = manifest.step
+    run: Run
+    source: Source
+    choices: Choices
+    partners: Sequence[int | None] = ()
+    rescales: Sequence[Rescale] | None = None
+
+    def __post_init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self.lost: list[str] = []
+
+    def restore(self, parts: set[str], tensors: Mapping[str, Any]) -> None:
+        """Everything but model, optimizer and random states, from the manifest and the tensors beside it."""
+        run, state = self.run, self.run.state
+        targets: dict[str, Stateful] = {
+            **({DATA: state.data} if state.data is not None else {}),
+            **({SCALER: state.scaler} if state.scaler is not None else {}),
+            **{f"{SCHEDULER}.{name}": scheduler for name, scheduler in state.schedulers.items()},
+            **{extra_part(name): value for name, value in state.extra.items()},
+        }
+        for part, kept in _kept(run, self.source, parts).items():
+            if part == DATA and self.choices.data == "restart":
+                continue
+            value = tagged.decode(kept, resolve=lambda key: tensors[key])
+            if part.startswith(f"{SCHEDULER}."):
+                value = fitted(
+                    run,
+                    self.source,
+                    part.removeprefix(f"{SCHEDULER}."),
+                    value,
+                    self.partners,
+                    self.rescales,
+                    counts_ranks=self.choices.scheduler_counts_ranks,
+                )
+            self._hand_over(part, targets[part], value, can_undo=not _references(kept))
+
+    def take_back(self) -> None:
+        """Puts every part back that was handed over; ``lost`` has the names of those that have no way back."""
+        for back in reversed(self._undo):
+            # A part whose own state it refuses could not be helped anyway; the first error is the one to tell.
+            with contextlib.suppress(Exception):
+                back()
+
+    def _hand_over(self, part: str, target: Stateful, value: Any, *, can_undo: bool) -> None:
+        # A loader of the user's may start its workers when asked for its state.
+        if can_undo and (part != DATA or getattr(target, "world_independent", False)):
+            self._undo.append(partial(target.load_state_dict, copy.deepcopy(target.state_dict())))
+        else:
+            self.lost.append(part)
+        try:
+            target.load_state_dict(value)
+        except ReshardError:
+            raise
+        except Exception as fault:
+            raise StateMismatch(
+                f"{type(target).__name__}.load_state_dict refused the saved state ({type(fault).__name__}: {fault})",
+                path=self.source.folder,
+                key=part,
+                hint="build it as it was when saved, or leave it out of TrainState and name it in allow_unexpected",
+            ) from fault
 
 
 def restore_random(run: Run, source: Source, states: Mapping[str, torch.Tensor], report: LoadReport) -> None:
@@ -217,27 +311,16 @@ def _own_position(data: Json, rank: int) -> Json:
         return None
     if "shared" in data:
         return data["shared"]
-    states = data["ranks"]
+    states = data.get("ranks")
     return states[rank] if isinstance(states, list) and rank < len(states) else None
-
-
-def _recounted(saved: Any, live: Any, saved_ranks: int, ranks: int) -> Any:
-    """The live schedule with the saved counters, from one count a rank then to one count a rank now."""
-    return {
-        **live,
-        **{
-            name: value * ranks // saved_ranks if name in ("last_epoch", "_step_count") else value
-            for name, value in saved.items()
-            if name in ("last_epoch", "_step_count", "_last_lr", "base_lrs")
-        },
-    }
 
 
 def _tensors_in(value: Any, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def keep(leaf: Any, path: str) -> str | None:
-        found[path] = leaf
+        if isinstance(leaf, torch.Tensor):
+            found[path] = leaf
         return path
 
     tagged.encode(value, where=where, external=keep)

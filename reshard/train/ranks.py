@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from reshard.environment import control_timeout_s
 from reshard.errors import ReshardError, StorageError
 
 T = TypeVar("T")
 log = logging.getLogger("reshard")
+
+MOST_OTHERS = 8
 
 
 class Ranks:
@@ -22,6 +26,11 @@ class Ranks:
 
     Every method but ``say`` and ``warn`` is a collective: each rank must call it, in the same order.
     """
+
+    def __init__(self) -> None:
+        # Weakly: a group that outlives destroy_process_group ends with the interpreter, whose threads are gone by then.
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
     def size(self) -> int:
@@ -31,17 +40,23 @@ class Ranks:
     def rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
-    @cached_property
+    @property
     def group(self) -> dist.ProcessGroup | None:
-        """A group that moves CPU tensors; None where there is no process group.
+        """A group that moves CPU tensors and is patient; None where there is no process group.
 
-        Opened at its first use, which is therefore collective.
+        Opened at its first use, which is therefore collective, and anew for another default group.
         """
         if not dist.is_initialized():
             return None
-        if "gloo" in str(dist.get_backend_config()):
-            return dist.group.WORLD
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        world = dist.group.WORLD
+        assert world is not None
+        group = self._group() if self._group and self._world and self._world() is world else None
+        if group is None:
+            # Never the default group, not even a gloo one: its timeout is meant for training steps, and one rank that
+            # writes to a slow file system makes all the others wait.
+            timeout = datetime.timedelta(seconds=control_timeout_s())
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            self._world, self._group = weakref.ref(world), weakref.ref(group)
         return group
 
     def gather(self, value: T) -> list[T]:
@@ -49,7 +64,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self.contact():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -57,7 +73,8 @@ class Ranks:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with self.contact():
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[no-any-return]
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -66,16 +83,22 @@ class Ranks:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everybody, mine, group=self.group)
+        with self.contact():
+            dist.all_gather(everybody, mine, group=self.group)
         return [theirs.tolist() for theirs in everybody]
+
+    def maxima(self, numbers: Sequence[float]) -> list[float]:
+        """The largest over all ranks of each number (float64, the same count on each rank)."""
+        if self.size == 1:
+            return list(numbers)
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        with self.contact():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether any rank's flag is set."""
-        if self.size == 1:
-            return flag
-        total = torch.tensor([int(flag)])
-        dist.all_reduce(total, group=self.group)
-        return bool(total.item())
+        return bool(self.maxima([flag])[0])
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -93,13 +116,38 @@ class Ranks:
             error, cause = StorageError(fault.strerror or str(fault), path=fault.filename, rank=self.rank), fault
         except Exception as fault:
             error, cause = ReshardError(f"{type(fault).__name__}: {fault}", rank=self.rank), fault
-        met = [fault for fault in self.gather(error) if fault is not None]
+        met = [(rank, fault) for rank, fault in enumerate(self.gather(error)) if fault is not None]
         if not met:
             return
-        first = met[0]
-        others = {str(fault) for fault in met[1:]} - {str(first)}
-        first.details = (*first.details, *(f"also: {text}" for text in sorted(others)))
+        # What several ranks ran into alike is told once.
+        distinct = list({str(fault): (rank, fault) for rank, fault in reversed(met)}.values())[::-1]
+        for rank, theirs in distinct:
+            # Rank 0 does what is done once for all, and needs no mention there.
+            if rank > 0 and theirs.rank is None:
+                theirs.rank = rank
+        (_, first), *others = distinct
+        also = [f"also: {theirs}" for _, theirs in others[:MOST_OTHERS]]
+        if len(others) > MOST_OTHERS:
+            also.append(f"and {len(others) - MOST_OTHERS} more ranks")
+        first.details = (*first.details, *also)
+        if first is cause:
+            raise first
         raise first from cause
+
+    @contextlib.contextmanager
+    def contact(self) -> Iterator[None]:
+        """Around collectives of torch's own: gives their failure a name."""
+        try:
+            yield
+        except RuntimeError as fault:
+            if self.size == 1:
+                raise
+            raise ReshardError(
+                "lost contact with the other ranks",
+                rank=self.rank,
+                hint="one of them ended or hangs: the first error in the logs of the ranks says why",
+                details=str(fault).splitlines()[:1],
+            ) from fault
 
     def say(self, message: str) -> None:
         """Logs on rank 0."""
@@ -114,12 +162,7 @@ class Ranks:
 
 def all_ranks() -> Ranks:
     """The ranks of the default process group. The object is shared, so that it opens one group at most."""
-    global _ranks, _opened_for
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if _ranks is None or _opened_for is not world:
-        _ranks, _opened_for = Ranks(), world
     return _ranks
 
 
-_ranks: Ranks | None = None
-_opened_for: dist.ProcessGroup | None = None
+_ranks = Ranks()

@@ -17,12 +17,13 @@ class LoadReport:
         path: the step folder.
         step: optimizer steps done at the save.
         restored: the parts that were restored.
-        missing: the parts that the run has and that were left as they are, by permission.
+        missing: what the run has and what was left as it is, by permission: parts, and tensors of the model.
         fresh: parameters without optimizer state in the checkpoint.
         saved_ranks, ranks: world size at the save (None if not recorded) and now.
         saved_batch: global batch, micro-batch, ranks and accumulation at the save.
         plan: the run's plan now.
         warnings: whatever else the user should know.
+        notes: what is as it should be and still worth a line.
         elapsed_s: from call to return.
     """
 
@@ -36,6 +37,7 @@ class LoadReport:
     missing: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     elapsed_s: float = 0.0
 
     @property
@@ -50,7 +52,7 @@ class LoadReport:
             )
         restored = "full state restored"
         if self.missing:
-            restored = f"MISSING and left as it was: {', '.join(self.missing)}; restored: {', '.join(self.restored)}"
+            restored = f"NOT restored: {named(self.missing, 8)}; restored: {', '.join(self.restored) or 'nothing'}"
         return f"resumed at step {self.step} ({restored}; {', '.join(facts)}) in {self.elapsed_s:.1f} s"
 
 
@@ -60,5 +62,5 @@ def _change(before: int | None, now: int, text: str) -> str:
 
 def named(names: Sequence[str], most: int = 5) -> str:
     """A list for a message: the first few, and how many more."""
-    shown = ", ".join(names[:most])
+    shown = ", ".join(names[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -16,10 +16,14 @@ import numpy as np
 import torch
 
 from reshard.errors import CheckpointUnsound
+from reshard.train.ranks import all_ranks
 
 
 def capture_rng() -> dict[str, torch.Tensor]:
-    """This process's generators: ``python``, ``numpy``, ``torch``, and ``cuda_<i>`` for every visible device."""
+    """This process's generators: ``python``, ``numpy``, ``torch``, and ``cuda_<i>`` for every visible device.
+
+    ``cuda_0`` is the current device, whatever its number: a rank may come back on a node where it has another one.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
@@ -28,24 +32,31 @@ def capture_rng() -> dict[str, torch.Tensor]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        states.update({f"cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())})
+        states.update({f"cuda_{i}": torch.cuda.get_rng_state(device) for i, device in enumerate(_cuda_devices())})
     return states
 
 
 def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
-    """The inverse of :func:`capture_rng`. States of CUDA devices that are not here are left out.
+    """The inverse of :func:`capture_rng`. CUDA devices that are only there or only here are left out; it is said.
 
     Raises:
         CheckpointUnsound: a state is not what its generator takes.
     """
+    devices = _cuda_devices()
+    saved_devices = sum(name.startswith("cuda_") for name in states)
+    if bool(saved_devices) != bool(devices):
+        all_ranks().warn(
+            f"random states of {saved_devices} CUDA devices in the checkpoint, {len(devices)} devices here: "
+            "the CUDA streams do not go on as they were"
+        )
     for name, state in states.items():
         try:
-            _restore_one(name, state)
-        except (ValueError, TypeError, RuntimeError, IndexError) as fault:
+            _restore_one(name, state, devices)
+        except (ValueError, TypeError, RuntimeError, IndexError, OverflowError) as fault:
             raise CheckpointUnsound(f"not a random state: {fault}", key=f"rng.{name}") from fault
 
 
-def _restore_one(name: str, state: torch.Tensor) -> None:
+def _restore_one(name: str, state: torch.Tensor, devices: list[int]) -> None:
     if name == "python":
         version, internal, gauss = json.loads(bytes(state.tolist()))
         random.setstate((version, tuple(internal), gauss))
@@ -54,17 +65,28 @@ def _restore_one(name: str, state: torch.Tensor) -> None:
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     elif name == "torch":
         torch.set_rng_state(state)
-    elif torch.cuda.is_available() and int(name.removeprefix("cuda_")) < torch.cuda.device_count():
-        torch.cuda.set_rng_state(state, int(name.removeprefix("cuda_")))
+    elif not name.startswith("cuda_"):
+        raise ValueError("no such generator here")
+    elif (place := int(name.removeprefix("cuda_"))) < len(devices):
+        torch.cuda.set_rng_state(state, devices[place])
+
+
+def _cuda_devices() -> list[int]:
+    """The visible devices, the current one first."""
+    if not torch.cuda.is_available():
+        return []
+    current = torch.cuda.current_device()
+    return [current, *(device for device in range(torch.cuda.device_count()) if device != current)]
 
 
 def reseed(saved: Mapping[str, torch.Tensor], step: int, rank: int, world: int) -> None:
     """The rule where the world size changed: new streams, all distinct, from what was saved.
 
-    Each generator is seeded with SHA-256 over rank 0's saved torch state, the step, the new world size and the rank.
+    Each generator is seeded with SHA-256 over rank 0's saved torch state, the step and the new world size, plus the
+    rank: torch's CPU generator takes 32 bits of a seed only, and hashes of many ranks could meet in those.
     """
     source = hashlib.sha256(bytes(saved["torch"].tolist())).hexdigest() if "torch" in saved else "none"
-    seed_everything(derive_seed(source, step, world, rank))
+    seed_everything((derive_seed(source, step, world) + rank) % 2**63)
 
 
 def seed_everything(seed: int) -> None:
@@ -75,7 +97,7 @@ def seed_everything(seed: int) -> None:
 
 def _seed_cpu(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     torch.default_generator.manual_seed(seed)
 
 
@@ -113,7 +135,11 @@ class SlotStreams:
     def slot(self, slot: int) -> Iterator[None]:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(derive_seed(self.seed, self.step, slot))
+            seed = derive_seed(self.seed, self.step, slot)
+            # torch.manual_seed would seed the other CUDA devices too, and nothing would put those back.
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed(seed)
             yield
 
     def advance(self) -> None:
@@ -123,6 +149,10 @@ class SlotStreams:
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if int(state["seed"]) != self.seed:
+            all_ranks().warn(
+                f"seed {self.seed} of the slots' streams ignored; the checkpoint's {state['seed']} restored"
+            )
         self.seed, self.step = int(state["seed"]), int(state["step"])
 
 

@@ -34,7 +34,8 @@ class SeededDataset(Dataset[T_co], Generic[T_co]):
     """A map-style data set whose randomness follows (seed, epoch, sample).
 
     While an item is made, the generators of Python, NumPy and torch (CPU) run on a stream of the sample's own; the
-    process's streams go on undisturbed. The epoch is known under an ``ElasticSampler``, else it is 0.
+    process's streams go on undisturbed. The epoch is known where an ``ElasticSampler``'s indices come in, else it is 0:
+    give it to the loader itself, since a ``Subset`` or ``ConcatDataset`` around it makes indices of its own.
     """
 
     def __init__(self, dataset: _Indexable[T_co], seed: int = 0) -> None:

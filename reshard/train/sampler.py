@@ -11,7 +11,6 @@ step, and nothing else does.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -21,10 +20,11 @@ from torch.utils.data import Sampler
 from reshard.batch.plan import BatchPlan
 from reshard.errors import StateMismatch, UsageError
 from reshard.train.order import EpochOrder
+from reshard.train.ranks import all_ranks
+from reshard.train.rng import cpu_stream, derive_seed
 from reshard.train.sample_streams import SampleIndex
 
 T = TypeVar("T")
-log = logging.getLogger("reshard")
 
 LastBatch = Literal["keep", "drop", "wrap"]
 
@@ -36,9 +36,10 @@ class ElasticSampler(Sampler[list[int]]):
 
         sampler = ElasticSampler(len(dataset), plan, dp_rank, seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-        for micro_batches in sampler.steps(loader):      # up to the end of the epoch
-            loss = accumulate(model, micro_batches, compute_loss, plan, sampler=sampler)   # advances the sampler
-            ...
+        while sampler.epoch < epochs:                        # right after a resume, too
+            for micro_batches in sampler.steps(loader):      # up to the end of the epoch
+                result = accumulate(model, micro_batches, compute_loss, plan, sampler=sampler)   # advances the sampler
+                ...
 
     A rank that has no slot in the last micro-step gets the samples of the step's last slot, to run along with
     weight zero. Stateful, the same state on every rank: position, epoch, seed, length.
@@ -51,7 +52,8 @@ class ElasticSampler(Sampler[list[int]]):
         shuffle: False for the data set's own order.
         last: what to do when fewer than a global batch are left in the epoch. ``keep`` trains on them as a smaller
             step, ``drop`` leaves them out, ``wrap`` fills the step with the first samples of the next epoch.
-        fingerprint: anything that tells one data set from another; a resume on a different one is refused.
+        fingerprint: anything that tells one data set from another; a resume on a different one is refused. Where only
+            one side has it, that is pointed out.
     """
 
     world_independent = True
@@ -79,16 +81,17 @@ class ElasticSampler(Sampler[list[int]]):
                 expected=f"at least {plan.global_batch if last == 'drop' else 1} samples",
                 found=length,
             )
-        self.length = length
+        self.length = int(length)
         self.plan = plan
         self.dp_rank = dp_rank
-        self.seed = seed
+        self.seed = int(seed)
         self.shuffle = shuffle
         self.last = last
         self.fingerprint = fingerprint
         self.epoch = 0
         self.offset = 0
         self.samples = 0
+        self._fetched_from: tuple[int, int] | None = None
 
     @property
     def next_samples(self) -> int:
@@ -102,27 +105,56 @@ class ElasticSampler(Sampler[list[int]]):
         self.epoch, self.offset = self._after(self.epoch, self.offset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts ``epoch``; does nothing where that epoch has begun already, so that a resumed loop may call it."""
-        if epoch != self.epoch:
+        """Skips to the start of ``epoch``; does nothing within that epoch, so that a resumed loop may call it.
+
+        Raises:
+            UsageError: an epoch that is over: a resumed loop that counts from 0 would train on everything again.
+        """
+        if epoch < self.epoch:
+            raise UsageError(
+                "that epoch is over",
+                key="epoch",
+                expected=f"{self.epoch} or later",
+                found=epoch,
+                hint="loop with: while sampler.epoch < epochs",
+            )
+        if epoch > self.epoch:
             self.epoch, self.offset = epoch, 0
 
     def steps(self, loader: Iterable[T]) -> Iterator[list[T]]:
-        """The micro-batches of each step from here to the end of the epoch, as ``loader`` gives them."""
-        epoch, offset = self.epoch, self.offset
-        batches = iter(loader)
+        """The micro-batches of each step from here to the end of the epoch, as ``loader`` gives them.
+
+        Raises:
+            UsageError: the loader does not draw from this sampler at this position, it ended in the middle of a step,
+                or a step was taken and the sampler not advanced.
+        """
+        epoch, offset = start = self.epoch, self.offset
+        # A loader draws a seed for its workers from the process's stream. A resumed run begins to iterate elsewhere, so
+        # that one draw would shift all that follows.
+        with cpu_stream(derive_seed("loader", self.seed, epoch, offset, self.dp_rank)):
+            batches = iter(loader)
         while self.epoch == epoch and self._has_step(offset):
-            yield self._take(batches, self.plan.micro_steps(self._step_samples(offset)))
+            micro_batches = self._take(batches, self.plan.micro_steps(self._step_samples(offset)))
+            if self._fetched_from != start:
+                # Trained on, they would be other samples than the position says, and nothing would show it.
+                raise UsageError(
+                    "the loader's batches are not those of this sampler at its position",
+                    expected=_place(start),
+                    found="nothing drawn from it" if self._fetched_from is None else _place(self._fetched_from),
+                    hint="build it as DataLoader(dataset, batch_sampler=sampler), and begin iterating after the resume",
+                )
+            yield micro_batches
             if self._after(epoch, offset) != (self.epoch, self.offset):
                 raise UsageError(
                     "the sampler was not advanced after a step",
-                    expected=f"{self._after(epoch, offset)[1]} samples into the epoch",
-                    found=self.offset,
+                    expected=_place(self._after(epoch, offset)),
+                    found=_place((self.epoch, self.offset)),
                     hint="pass sampler= to accumulate, or call sampler.advance() once a step",
                 )
             offset = self.offset
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, offset = self.epoch, self.offset
+        epoch, offset = self._fetched_from = self.epoch, self.offset
         while self._has_step(offset):
             samples = self._step_samples(offset)
             for micro_step in range(self.plan.micro_steps(samples)):
@@ -155,19 +187,42 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             StateMismatch: the saved order is that of another data set or policy, so the position means nothing here.
         """
+        if lacking := [name for name in self.state_dict() if name not in state]:
+            raise StateMismatch(
+                "not the position of an ElasticSampler", key="data", expected=", ".join(lacking), found="none of them"
+            )
+        restart = "resume on the data set it was saved with, or start the data anew with data='restart'"
         for name in ("length", "shuffle", "last", "fingerprint"):
-            if state[name] != getattr(self, name):
+            saved, live = state[name], getattr(self, name)
+            if name == "fingerprint" and saved != live and None in (saved, live):
+                all_ranks().warn(
+                    f"data.fingerprint: {saved} in the checkpoint, {live} in the run: "
+                    "whether it is the same data set cannot be told"
+                )
+            elif saved != live:
                 raise StateMismatch(
                     "the data position belongs to another order of samples",
                     key=f"data.{name}",
-                    expected=state[name],
-                    found=getattr(self, name),
-                    hint="resume on the data set it was saved with, or start the data anew with data='restart'",
+                    expected=saved,
+                    found=live,
+                    hint=restart,
                 )
+        samples, epoch, offset = (int(state[name]) for name in ("samples", "epoch", "offset"))
+        if not 0 <= offset < self.length or samples < 0 or epoch < 0:
+            raise StateMismatch(
+                "no such position in the data",
+                key="data.offset",
+                expected=f"0..{self.length - 1}",
+                found=_place((epoch, offset)),
+                hint=restart,
+            )
         if state["seed"] != self.seed:
-            log.warning("data seed %s ignored; the checkpoint's %s restored", self.seed, state["seed"])
+            all_ranks().warn(f"data seed {self.seed} ignored; the checkpoint's {state['seed']} restored")
         self.seed = int(state["seed"])
-        self.samples, self.epoch, self.offset = (int(state[name]) for name in ("samples", "epoch", "offset"))
+        self.samples, self.epoch, self.offset = samples, epoch, offset
+        if not self._has_step(offset):
+            # Saved with a smaller global batch, what is left does not fill a step now, and is dropped as always.
+            self.epoch, self.offset = epoch + 1, 0
 
     def _has_step(self, offset: int) -> bool:
         return offset + (self.plan.global_batch if self.last == "drop" else 1) <= self.length
@@ -205,3 +260,7 @@ class ElasticSampler(Sampler[list[int]]):
             inside = positions[positions // self.length == further] - further * self.length
             indices += [SampleIndex(int(index), epoch + int(further)) for index in order[inside]]
         return indices
+
+
+def _place(position: tuple[int, int]) -> str:
+    return f"epoch {position[0]}, sample {position[1]}"

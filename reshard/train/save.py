@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,14 @@ from torch.distributed.tensor import DTensor
 import reshard
 from reshard import dcp
 from reshard.environment import attempt_token, ranks_per_node
-from reshard.errors import CheckpointUnsound
+from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats import tagged
 from reshard.formats.manifest import Manifest, World
 from reshard.storage.commit import Stage
 from reshard.storage.durable import write_atomic
 from reshard.train import optimizer_state
+from reshard.train.learning_rate import lr_of
 from reshard.train.model_state import model_tensors
 from reshard.train.optimizer_state import OptimizerState
 from reshard.train.ranks import Ranks, all_ranks
@@ -45,18 +48,20 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
     Raises:
         ReshardError: on every rank, if any rank failed.
     """
-    state.validate()
     ranks = all_ranks()
+    with ranks.together():
+        state.validate()
     attempt = ranks.broadcast(attempt or attempt_token())
     collected = _collect(state, ranks)
     stage: Stage | None = None
     try:
         with ranks.together():
             if ranks.rank == 0:
-                stage = Stage.open(Path(directory), state.step, attempt)
+                stage = Stage.open(Path(directory).expanduser(), state.step, attempt)
         folder = ranks.broadcast(stage.path if stage else None)
         assert folder is not None
-        dcp.save(collected.tensors, folder, ranks.group)
+        with ranks.contact():
+            dcp.save(collected.tensors, folder, ranks.group)
         manifest = _manifest(state, collected, ranks, attempt)
         committed: Path | None = None
         with ranks.together():
@@ -70,7 +75,9 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
         return path
     finally:
         if stage is not None:
-            stage.discard()
+            # It may fail for the very reason that the save did, which is the one to tell; the next claim sweeps it.
+            with contextlib.suppress(StorageError):
+                stage.discard()
 
 
 @dataclass
@@ -113,8 +120,15 @@ def _collect(state: TrainState, ranks: Ranks) -> _Collected:
 def _set_aside(tensors: dict[str, Any], leaf: Any, path: str) -> str | None:
     if not isinstance(leaf, torch.Tensor):
         return None
-    tensors[path] = leaf.detach()
-    return path
+    # Keys with dots make one path of two: ``{"a": {"b": x}, "a.b": y}``.
+    key = next(key for key in _numbered(path) if key not in tensors)
+    tensors[key] = leaf.detach()
+    return key
+
+
+def _numbered(path: str) -> Iterator[str]:
+    yield path
+    yield from (f"{path}#{number}" for number in itertools.count(2))
 
 
 def _manifest(state: TrainState, collected: _Collected, ranks: Ranks, attempt: str) -> Manifest:
@@ -130,7 +144,7 @@ def _manifest(state: TrainState, collected: _Collected, ranks: Ranks, attempt: s
         attempt=attempt,
         world=world_of(state.model, ranks.size),
         parts={part: "saved" if has else "none" for part, has in state.parts.items()},
-        lr=[float(group["lr"]) for group in collected.optimizer.groups],
+        lr=[lr_of(group) for group in collected.optimizer.groups],
         batch=state.plan.state_dict() if state.plan is not None else None,
         data=data,
         schedulers=collected.schedulers,
@@ -151,12 +165,12 @@ def _manifest(state: TrainState, collected: _Collected, ranks: Ranks, attempt: s
 def world_of(model: torch.nn.Module, ranks: int) -> World:
     """The ranks, the machines and the mesh that a model is spread over."""
     mesh: dict[str, int] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            device_mesh = parameter.device_mesh
-            names = device_mesh.mesh_dim_names or [f"axis_{i}" for i in range(device_mesh.ndim)]
-            mesh = dict(zip(names, device_mesh.shape, strict=True))
-            break
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if meshes:
+        # With tensor parallelism some parameters lie on a part of the mesh only.
+        device_mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        names = device_mesh.mesh_dim_names or [f"axis_{i}" for i in range(device_mesh.ndim)]
+        mesh = dict(zip(names, device_mesh.shape, strict=True))
     per_node = ranks_per_node(ranks)
     return World(
         ranks=ranks,

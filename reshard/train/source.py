@@ -10,7 +10,7 @@ import torch
 
 from reshard import dcp
 from reshard.dcp import StoredState
-from reshard.errors import CheckpointNotFound
+from reshard.errors import CheckpointNotFound, CheckpointUnsound
 from reshard.formats import manifest as manifests
 from reshard.formats.manifest import Manifest
 from reshard.storage.steps import committed_steps
@@ -19,7 +19,8 @@ from reshard.train.inventory import Inventory, take_inventory
 from reshard.train.model_state import aliases, model_tensors
 from reshard.train.optimizer_state import OptimizerState
 from reshard.train.ranks import Ranks
-from reshard.train.state import MODEL, OPTIMIZER, RNG, TrainState
+from reshard.train.state import MODEL, OPTIMIZER, RNG, STEP, TrainState
+from reshard.verify.structure import structure_faults
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,29 @@ class Source:
 
     @classmethod
     def open(cls, folder: Path, run: Run) -> Source:
-        """Reads the manifest and ``.metadata``, no tensor.
+        """Reads the manifest and ``.metadata``, no tensor, and on rank 0 looks whether the files are whole.
 
         Raises:
-            ReshardError: either is unsound.
+            ReshardError: one of them is unsound.
         """
         manifest = manifests.read(folder) if manifests.exists(folder) else None
         stored = StoredState.open(folder)
+        if run.ranks.rank == 0 and (faults := structure_faults(folder)):
+            raise CheckpointUnsound(
+                faults[0], hint="copy the folder again, or resume from another step", details=faults[1:]
+            )
         return cls(folder, manifest, stored, take_inventory(stored, {*run.model, *run.optimizer.parameters}))
 
     def has(self, part: str) -> bool:
         """Whether the checkpoint holds a part of a run's state."""
-        if self.manifest is not None and part in self.manifest.parts:
+        if (
+            self.manifest is not None
+            and part in self.manifest.parts
+            and not (part == OPTIMIZER and self.inventory.integers)
+        ):
             return self.manifest.parts[part] == "saved"
         evidence = {MODEL: self.inventory.model, OPTIMIZER: self.inventory.has_optimizer, RNG: self.inventory.rng}
-        return bool(evidence.get(part, self.manifest is not None and part == "step"))
+        return bool(evidence.get(part, self.manifest is not None and part == STEP))
 
     def read_objects(self, keys: set[str], ranks: Ranks) -> dict[str, Any]:
         """Small stored objects and tensors, whole, on every rank. Collective."""

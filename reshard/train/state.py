@@ -65,7 +65,8 @@ class TrainState:
             MODEL: True,
             OPTIMIZER: bool(self.optimizers),
             SCHEDULER: bool(self.schedulers),
-            SCALER: self.scaler is not None,
+            # A disabled one has no state; scripts make it all the same, for every precision.
+            SCALER: self.scaler is not None and self.scaler.is_enabled(),
             RNG: True,
             DATA: self.data is not None,
             BATCH: self.plan is not None,

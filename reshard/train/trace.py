@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
+from reshard.storage.durable import storage_errors
 from reshard.train.ranks import all_ranks
 from reshard.verify.trace import TraceRow, mend_trace
 
@@ -17,18 +19,25 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = None
+        self.path = Path(path).expanduser().absolute()
+        self._file: TextIO | None = None
         if all_ranks().rank == 0:
-            path = Path(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            mend_trace(path)
-            self._file = path.open("a", encoding="utf-8")
+            with storage_errors("open the trace", self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                mend_trace(self.path)
+                self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, row: TraceRow) -> None:
+        """Appends a row.
+
+        Raises:
+            StorageError: the file system refused.
+        """
         if self._file is not None:
-            self._file.write(row.to_json_line())
-            # A killed run keeps every step it finished.
-            self._file.flush()
+            with storage_errors("write the trace", self.path):
+                self._file.write(row.to_json_line())
+                # A killed run keeps every step it finished.
+                self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

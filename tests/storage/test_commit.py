@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import CheckpointUnsound, Fenced, StorageError, UsageError
-from reshard.storage.commit import ATTEMPT_FILE, Stage, claim, holder
+from reshard.storage.commit import ATTEMPT_FILE, Stage, abandon_later, claim, holder
 from reshard.storage.steps import committed_steps, prune, uncommitted
 
 # Every operation that changes or lists a file system, as Python reports it, whichever of its functions was called.
@@ -125,7 +126,7 @@ def run_before_the_fault(run, replace):
     for step in (10, 20, 30) if replace else (10, 20):
         commit_step(run, step, "old", "first")
     for attempt in ("first", "second"):
-        stage = Stage.open(run, 30, attempt)
+        stage = Stage(run, 30, attempt)
         write_step(stage.path, 30, "dead")
         (stage.path / "__2_0.distcp").write_text("of a third rank")
     (run / ".trash-step-5-ff").mkdir()
@@ -340,7 +341,10 @@ def test_an_attempt_that_lost_the_run_cannot_commit(tmp_path):
         commit_step(tmp_path, 30, "new", "a")
     assert committed_steps(tmp_path) == []
     commit_step(tmp_path, 30, "new", "b")
-    # The loser learns that it lost, not merely that the name is taken.
+    # The loser learns that it lost, not merely that the name is taken, and before it writes anything.
+    with pytest.raises(Fenced):
+        Stage.open(tmp_path, 31, "a")
+    assert uncommitted(tmp_path) == []
     with pytest.raises(Fenced):
         commit_step(tmp_path, 30, "new", "a")
 
@@ -383,6 +387,31 @@ def test_claim_takes_a_stage_away_before_it_deletes_the_first_file(tmp_path, mon
     claim(tmp_path, "b")
     assert len(deleted) == 3
     assert names(tmp_path) == [ATTEMPT_FILE]
+
+
+def test_later_steps_of_a_history_left_behind_are_kept_under_another_name(tmp_path):
+    claim(tmp_path, "a")
+    for step in (10, 20, 30):
+        commit_step(tmp_path, step, "old", "a")
+    renamed = abandon_later(tmp_path, 15, "a")
+    assert numbers(tmp_path) == [10]
+    assert [re.sub("[0-9a-f]{8}$", "*", path.name) for path in renamed] == [
+        "abandoned-step-20-*",
+        "abandoned-step-30-*",
+    ]
+    assert [content(path) for path in renamed] == [files_of(20, "old"), files_of(30, "old")]
+    assert uncommitted(tmp_path) == []
+    assert abandon_later(tmp_path, 15, "a") == abandon_later(tmp_path, 10, "a") == []
+    claim(tmp_path, "b")
+    assert all(path.is_dir() for path in renamed)
+
+
+def test_a_fenced_attempt_leaves_the_later_steps_of_its_successor_alone(tmp_path):
+    claim(tmp_path, "b")
+    commit_step(tmp_path, 20, "new", "b")
+    with pytest.raises(Fenced):
+        abandon_later(tmp_path, 10, "a")
+    assert numbers(tmp_path) == [20]
 
 
 def test_a_run_that_nobody_claimed_has_no_fence(tmp_path):

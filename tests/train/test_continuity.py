@@ -57,9 +57,7 @@ def test_same_world_size_grid(tmp_path: Path, wrap: str, optimizer: str, world: 
 @pytest.mark.parametrize(
     ("before", "after", "bf16"), [(*worlds, bool(i % 2)) for i, worlds in enumerate(WORLDS)], ids=str
 )
-def test_exact_mode_is_bit_identical_at_other_world_sizes(
-    tmp_path: Path, before: int, after: int, bf16: bool
-) -> None:
+def test_exact_mode_is_bit_identical_at_other_world_sizes(tmp_path: Path, before: int, after: int, bf16: bool) -> None:
     assert_identical(tmp_path, 2, before, after, exact=True, bf16=bf16)
 
 

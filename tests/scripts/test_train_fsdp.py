@@ -1,0 +1,122 @@
+"""The training script under its launcher, with the options that the quickstart does not use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reshard.verify.trace import TraceRow, read_trace
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ["scripts/train_fsdp.py", "--config", "scripts/configs/tiny.yaml"]
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    # What these tests show on the CPU must not depend on a GPU that happens to be there.
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def launch(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "scripts/launch.sh", *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == status, output
+    return output
+
+
+def train(folder: Path, ranks: int, steps: int, *changes: str) -> tuple[list[TraceRow], str]:
+    places = [f"checkpoint.folder={folder / 'checkpoints'}", f"trace={folder / 'trace.jsonl'}", "interval=4"]
+    output = finish(launch("--ranks", str(ranks), *SCRIPT, f"steps={steps}", *places, *changes))
+    return read_trace(folder / "trace.jsonl"), output
+
+
+def losses(rows: list[TraceRow]) -> list[float]:
+    return [row.loss for row in rows]
+
+
+def test_fp16_with_a_scaler_on_two_replicas_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    changes = ["precision=fp16", "replicate=2", "exact=false", "micro_batch=auto", "max_micro_batch=3", "workers=0"]
+    straight, output = train(tmp_path / "straight", 2, 6, *changes)
+    assert "micro-batch 3 chosen" in output
+    train(tmp_path / "broken", 2, 4, *changes)
+    resumed, output = train(tmp_path / "broken", 2, 6, *changes)
+    assert "resumed at step 4 (full state restored; 2 ranks, accumulation 2, global batch 12)" in output
+    assert losses(resumed) == losses(straight)
+    assert [row.scale for row in resumed] == [row.scale for row in straight]
+    assert straight[0].scale == 65536.0
+
+
+def test_bf16_on_token_files_with_recomputed_activations_is_exact_over_world_sizes(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 256, size=20_000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "tokens.bin")
+    data = f"data={{kind: tokens, path: {tmp_path / 'tokens.bin'}, length: 32, workers: 1}}"
+    changes = ["precision=bf16", "checkpoint_activations=true", data]
+    straight, _ = train(tmp_path / "straight", 1, 6, *changes)
+    train(tmp_path / "broken", 3, 4, *changes)
+    resumed, output = train(tmp_path / "broken", 2, 6, *changes)
+    assert "3 -> 2 ranks, accumulation 4 -> 6, global batch 12" in output
+    assert losses(resumed) == losses(straight)
+
+
+@pytest.mark.slow
+def test_compiled_blocks(tmp_path: Path) -> None:
+    straight, _ = train(tmp_path / "straight", 1, 6, "compile=true", "exact=false")
+    train(tmp_path / "broken", 1, 4, "compile=true", "exact=false")
+    resumed, _ = train(tmp_path / "broken", 1, 6, "compile=true", "exact=false")
+    assert losses(resumed) == losses(straight)
+
+
+def test_two_nodes_by_hand(tmp_path: Path) -> None:
+    """Two launchers with a rank each find one another, as two machines would."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    places = [f"checkpoint.folder={tmp_path / 'checkpoints'}", f"trace={tmp_path / 'trace.jsonl'}"]
+    nodes = [
+        launch(
+            *("--nodes", "2", "--node-rank", str(rank), "--head", f"localhost:{port}", "--ranks", "1"),
+            *(*SCRIPT, "steps=2", *places),
+        )
+        for rank in range(2)
+    ]
+    outputs = [finish(node) for node in nodes]
+    assert any("on 2 ranks, accumulation 6" in output for output in outputs)
+    assert [row.ranks for row in read_trace(tmp_path / "trace.jsonl")] == [2, 2]
+
+
+def test_a_wrong_batch_is_one_line_and_a_failure(tmp_path: Path) -> None:
+    places = [f"checkpoint.folder={tmp_path / 'checkpoints'}", f"trace={tmp_path / 'trace.jsonl'}"]
+    output = finish(launch("--ranks", "2", *SCRIPT, "micro_batch=5", *places), status=1)
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "12" in lines[0] and "5" in lines[0]
+    assert not (tmp_path / "trace.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--ranks", "none", "x.py"], "no such script"),
+        (["--ranks", "none", "scripts/train_fsdp.py"], "expected a number above 0, found none"),
+        (["--rank", "2", "scripts/train_fsdp.py"], "unknown option --rank"),
+        (["--nodes", "2", "scripts/train_fsdp.py"], "needs --head HOST"),
+        ([], "Starts a training script under torchrun"),
+    ],
+)
+def test_the_launcher_says_what_is_wrong(arguments: list[str], told: str) -> None:
+    assert told in finish(launch(*arguments), status=2)
