@@ -12,7 +12,7 @@ import yaml
 class Batch:
     global_batch: int
     micro_batch: int | str
-    """Windows in a micro-batch, or ``auto``: the largest up to ``max_micro_batch`` that leaves the fewest ranks idle."""
+    """Windows in a micro-batch, or ``auto``: the largest up to ``max_micro_batch`` that idles least."""
     max_micro_batch: int = 64
 
 
@@ -52,7 +52,7 @@ class Checkpoint:
     interval: int
     keep_latest_k: int = 3
     resume: str = "auto"
-    """``auto``: the newest sound step in ``folder``, or from scratch. Else a step's number or path, which must exist."""
+    """``auto``: the newest sound step in ``folder``, or from scratch. Else a step's number or path."""
 
 
 @dataclass

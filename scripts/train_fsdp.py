@@ -84,6 +84,8 @@ def train(settings: Settings, device: torch.device) -> None:
         batch_sampler=sampler,
         num_workers=workers,
         persistent_workers=workers > 0,
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=reshard.StopSignal.ignore_in_worker,
         pin_memory=device.type == "cuda",
     )
     streams = reshard.SlotStreams(settings.train.seed)

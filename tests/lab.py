@@ -265,7 +265,7 @@ def until(setup: Setup, folder: str | Path, steps: int) -> Any:
 
 
 def resumed(setup: Setup, folder: str | Path, steps: int, options: dict[str, Any] | None = None) -> Any:
-    """Resumes from the newest step in ``folder`` and trains on: (rows, digest at the end, digest at the resume, report)."""
+    """Resumes from the newest step and trains on: (rows, digest at the end, digest at the resume, report)."""
     run = build(setup)
     report = reshard.load_state(folder, run.state, **(options or {}))
     before = digest(run)

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: real processes with gloo, forked from one server that has torch imported already."""
+"""Runs a function on several ranks: real processes with gloo, forked from one server that has torch imported."""
 
 from __future__ import annotations
 
