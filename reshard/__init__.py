@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from reshard.train.checkpointer import Checkpointer
     from reshard.train.exact import exact
     from reshard.train.export import export_weights
-    from reshard.train.load import load_state
     from reshard.train.norm import clip_grad_norm_
-    from reshard.train.report import LoadReport
+    from reshard.train.resume.load import load_state
+    from reshard.train.resume.report import LoadReport
     from reshard.train.rng import SlotStreams
     from reshard.train.sample_streams import SeededDataset
     from reshard.train.sampler import ElasticSampler
@@ -34,7 +34,7 @@ _HOMES = {
     "BatchPlan": "reshard.batch.plan",
     "Checkpointer": "reshard.train.checkpointer",
     "ElasticSampler": "reshard.train.sampler",
-    "LoadReport": "reshard.train.report",
+    "LoadReport": "reshard.train.resume.report",
     "SeededDataset": "reshard.train.sample_streams",
     "SlotStreams": "reshard.train.rng",
     "StepResult": "reshard.train.accumulate",
@@ -45,7 +45,7 @@ _HOMES = {
     "clip_grad_norm_": "reshard.train.norm",
     "exact": "reshard.train.exact",
     "export_weights": "reshard.train.export",
-    "load_state": "reshard.train.load",
+    "load_state": "reshard.train.resume.load",
     "save_state": "reshard.train.save",
 }
 

@@ -15,9 +15,9 @@ from reshard.formats import manifest
 from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
 from reshard.storage.steps import committed_steps, prune, step_path, uncommitted
-from reshard.train.load import load_state
 from reshard.train.ranks import all_ranks
-from reshard.train.report import LoadReport
+from reshard.train.resume.load import load_state
+from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
 from reshard.train.save import save_state
 from reshard.train.state import TrainState

@@ -13,7 +13,7 @@ import torch
 from reshard.dcp import StoredTensor
 from reshard.errors import StateMismatch, UsageError
 from reshard.train.names import EXTRA_STATE
-from reshard.train.report import named
+from reshard.train.resume.report import named
 
 PARAMS = "params"
 # What is in a group beside the optimizer's own hyperparameters: schedulers add theirs.

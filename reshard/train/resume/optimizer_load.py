@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from reshard.dcp import nested
 from reshard.errors import StateMismatch
-from reshard.train.inventory import Path
 from reshard.train.learning_rate import TOLERANCE, Rescale, base_lr, is_same_lr, lr_of
-from reshard.train.matching import PARAMS, Faults, match_entries, match_groups, match_kinds
 from reshard.train.model_state import empty_like_shard
 from reshard.train.names import canonical_names
 from reshard.train.optimizer_state import OptimizerState
-from reshard.train.parts import Choices
-from reshard.train.report import LoadReport, named
-from reshard.train.source import Run, Source
+from reshard.train.resume.inventory import Path
+from reshard.train.resume.matching import PARAMS, Faults, match_entries, match_groups, match_kinds
+from reshard.train.resume.parts import Choices
+from reshard.train.resume.report import LoadReport, named
+from reshard.train.resume.source import Run, Source
 from reshard.train.state import SCHEDULER
 
 

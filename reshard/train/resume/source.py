@@ -15,10 +15,10 @@ from reshard.formats import manifest as manifests
 from reshard.formats.manifest import Manifest
 from reshard.storage.steps import committed_steps
 from reshard.train import optimizer_state
-from reshard.train.inventory import Inventory, take_inventory
 from reshard.train.model_state import aliases, model_tensors
 from reshard.train.optimizer_state import OptimizerState
 from reshard.train.ranks import Ranks
+from reshard.train.resume.inventory import Inventory, take_inventory
 from reshard.train.state import MODEL, OPTIMIZER, RNG, STEP, TrainState
 from reshard.verify.structure import structure_faults
 

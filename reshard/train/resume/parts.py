@@ -15,12 +15,12 @@ from reshard.errors import ReshardError, StateMismatch
 from reshard.formats import tagged
 from reshard.formats.tagged import Json
 from reshard.train.learning_rate import Rescale, batch_factor
-from reshard.train.matching import Faults, Leniency
 from reshard.train.model_state import empty_like_shard
-from reshard.train.report import LoadReport, named
+from reshard.train.resume.matching import Faults, Leniency
+from reshard.train.resume.report import LoadReport, named
+from reshard.train.resume.schedules import fitted
+from reshard.train.resume.source import Run, Source
 from reshard.train.rng import reseed, restore_rng
-from reshard.train.schedules import fitted
-from reshard.train.source import Run, Source
 from reshard.train.state import DATA, OPTIMIZER, RNG, SCALER, SCHEDULER, Stateful, extra_part
 
 STORED = "!stored"

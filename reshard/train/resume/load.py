@@ -20,10 +20,11 @@ from reshard.dcp import StoredTensor, nested
 from reshard.errors import ReshardError, StateMismatch, UsageError
 from reshard.train import optimizer_state
 from reshard.train.learning_rate import Scaling, assert_restored, lr_of
-from reshard.train.matching import Faults, Leniency, is_lossy, match_tensors
 from reshard.train.model_state import empty_like_shard, load_model_tensors, local_parts
-from reshard.train.optimizer_load import OptimizerPlan, plan_optimizer, read_groups
-from reshard.train.parts import (
+from reshard.train.ranks import all_ranks
+from reshard.train.resume.matching import Faults, Leniency, is_lossy, match_tensors
+from reshard.train.resume.optimizer_load import OptimizerPlan, plan_optimizer, read_groups
+from reshard.train.resume.parts import (
     Choices,
     Restorer,
     check_batch,
@@ -34,10 +35,9 @@ from reshard.train.parts import (
     rng_keys,
     stored_tensors,
 )
-from reshard.train.ranks import all_ranks
-from reshard.train.report import LoadReport, named
-from reshard.train.schedules import check_schedulers, requested_rescales, rescale
-from reshard.train.source import Run, Source, find_step
+from reshard.train.resume.report import LoadReport, named
+from reshard.train.resume.schedules import check_schedulers, requested_rescales, rescale
+from reshard.train.resume.source import Run, Source, find_step
 from reshard.train.state import DATA, MODEL, OPTIMIZER, RNG, SCHEDULER, STEP, TrainState
 
 UNDEFINED = "model and optimizer are undefined now: build them anew before another load"

@@ -21,9 +21,9 @@ from reshard.train.learning_rate import (
     scale_groups,
     scaled_schedule,
 )
-from reshard.train.matching import Faults
-from reshard.train.report import LoadReport, named
-from reshard.train.source import Run, Source
+from reshard.train.resume.matching import Faults
+from reshard.train.resume.report import LoadReport, named
+from reshard.train.resume.source import Run, Source
 from reshard.train.state import SCHEDULER
 
 PER_GROUP_KEYS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")

@@ -1,0 +1,1 @@
+"""Bringing a run back: what a checkpoint holds, whether it fits the run, and loading it."""
