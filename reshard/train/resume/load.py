@@ -26,16 +26,15 @@ from reshard.train.resume.matching import Faults, Leniency, is_lossy, match_tens
 from reshard.train.resume.optimizer_load import OptimizerPlan, plan_optimizer, read_groups
 from reshard.train.resume.parts import (
     Choices,
-    Restorer,
     check_batch,
     check_data,
     check_states,
     choose_parts,
-    restore_random,
     rng_keys,
     stored_tensors,
 )
 from reshard.train.resume.report import LoadReport, named
+from reshard.train.resume.restorer import Restorer, restore_random
 from reshard.train.resume.schedules import check_schedulers, requested_rescales, rescale
 from reshard.train.resume.source import Run, Source, find_step
 from reshard.train.state import DATA, MODEL, OPTIMIZER, RNG, SCHEDULER, STEP, TrainState

@@ -1,27 +1,21 @@
-"""The parts of a run's state that are not tensors of model or optimizer: held against the run, and restored."""
+"""The parts of a run's state that are not tensors of model or optimizer, held against the run."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from reshard.errors import ReshardError, StateMismatch
+from reshard.errors import ReshardError
 from reshard.formats import tagged
 from reshard.formats.tagged import Json
-from reshard.train.learning_rate import Rescale, batch_factor
+from reshard.train.learning_rate import batch_factor
 from reshard.train.model_state import empty_like_shard
 from reshard.train.resume.matching import Faults, Leniency
 from reshard.train.resume.report import LoadReport, named
-from reshard.train.resume.schedules import fitted
 from reshard.train.resume.source import Run, Source
-from reshard.train.rng import reseed, restore_rng
-from reshard.train.state import DATA, OPTIMIZER, RNG, SCALER, SCHEDULER, Stateful, extra_part
+from reshard.train.state import DATA, OPTIMIZER, RNG, SCALER, SCHEDULER, extra_part
 
 STORED = "!stored"
 DAMAGED = "the checkpoint is damaged: use another step"
@@ -155,7 +149,7 @@ def check_data(run: Run, source: Source, choices: Choices, faults: Faults, repor
 
 def check_states(run: Run, source: Source, parts: set[str], faults: Faults) -> None:
     """What the manifest says of each restored part must be there, readable, and with its tensors beside it."""
-    kept = _kept(run, source, parts)
+    kept = kept_states(run, source, parts)
     expected = [part for part in parts if part in (DATA, SCALER) or part.startswith(extra_part(""))]
     expected += [f"{SCHEDULER}.{name}" for name in run.state.schedulers if SCHEDULER in parts]
     for part in sorted(set(expected) - kept.keys()):
@@ -165,7 +159,7 @@ def check_states(run: Run, source: Source, parts: set[str], faults: Faults) -> N
             tagged.decode(state, resolve=lambda key: None)
         except ReshardError as fault:
             faults.add(f"reshard.json: {part}: {fault}", DAMAGED)
-        for key in _references(state):
+        for key in references(state):
             if key not in source.stored.tensors:
                 faults.add(f"{key}: named by reshard.json, not among the tensors", DAMAGED)
     if RNG in parts:
@@ -190,14 +184,14 @@ def stored_tensors(run: Run, source: Source, parts: set[str]) -> dict[str, Any]:
         if extra_part(name) in parts:
             live.update(_tensors_in(value.state_dict(), extra_part(name)))
     room = {}
-    for state in _kept(run, source, parts).values():
-        for key in _references(state):
+    for state in kept_states(run, source, parts).values():
+        for key in references(state):
             entry = source.stored.tensors[key]
             room[key] = empty_like_shard(live[key], entry.shape, entry.dtype) if key in live else source.room(key)
     return room
 
 
-def _kept(run: Run, source: Source, parts: set[str]) -> dict[str, Json]:
+def kept_states(run: Run, source: Source, parts: set[str]) -> dict[str, Json]:
     """What the manifest keeps of each restored part, by the part's name, schedulers one by one."""
     manifest = source.manifest
     if manifest is None:
@@ -223,89 +217,6 @@ def rng_keys(run: Run, source: Source, parts: set[str]) -> dict[str, str]:
     return source.inventory.rng.get(run.ranks.rank if same else 0, {})
 
 
-@dataclass
-class Restorer:
-    """Hands the restored parts back one after the other, and takes it back if one of them refuses.
-
-    Attributes:
-        partners, rescales: of the live parameter groups, as the schedules need them.
-        lost: what was handed over and has no way back: state with tensors of its own is not copied for that.
-    """
-
-    run: Run
-    source: Source
-    choices: Choices
-    partners: Sequence[int | None] = ()
-    rescales: Sequence[Rescale] | None = None
-
-    def __post_init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-        self.lost: list[str] = []
-
-    def restore(self, parts: set[str], tensors: Mapping[str, Any]) -> None:
-        """Everything but model, optimizer and random states, from the manifest and the tensors beside it."""
-        run, state = self.run, self.run.state
-        targets: dict[str, Stateful] = {
-            **({DATA: state.data} if state.data is not None else {}),
-            **({SCALER: state.scaler} if state.scaler is not None else {}),
-            **{f"{SCHEDULER}.{name}": scheduler for name, scheduler in state.schedulers.items()},
-            **{extra_part(name): value for name, value in state.extra.items()},
-        }
-        for part, kept in _kept(run, self.source, parts).items():
-            if part == DATA and self.choices.data == "restart":
-                continue
-            value = tagged.decode(kept, resolve=lambda key: tensors[key])
-            if part.startswith(f"{SCHEDULER}."):
-                value = fitted(
-                    run,
-                    self.source,
-                    part.removeprefix(f"{SCHEDULER}."),
-                    value,
-                    self.partners,
-                    self.rescales,
-                    counts_ranks=self.choices.scheduler_counts_ranks,
-                )
-            self._hand_over(part, targets[part], value, can_undo=not _references(kept))
-
-    def take_back(self) -> None:
-        """Puts every part back that was handed over; ``lost`` has the names of those that have no way back."""
-        for back in reversed(self._undo):
-            # A part whose own state it refuses could not be helped anyway; the first error is the one to tell.
-            with contextlib.suppress(Exception):
-                back()
-
-    def _hand_over(self, part: str, target: Stateful, value: Any, *, can_undo: bool) -> None:
-        # A loader of the user's may start its workers when asked for its state.
-        if can_undo and (part != DATA or getattr(target, "world_independent", False)):
-            self._undo.append(partial(target.load_state_dict, copy.deepcopy(target.state_dict())))
-        else:
-            self.lost.append(part)
-        try:
-            target.load_state_dict(value)
-        except ReshardError:
-            raise
-        except Exception as fault:
-            raise StateMismatch(
-                f"{type(target).__name__}.load_state_dict refused the saved state ({type(fault).__name__}: {fault})",
-                path=self.source.folder,
-                key=part,
-                hint="build it as it was when saved, or leave it out of TrainState and name it in allow_unexpected",
-            ) from fault
-
-
-def restore_random(run: Run, source: Source, states: Mapping[str, torch.Tensor], report: LoadReport) -> None:
-    """This rank's own streams at an equal world size, new distinct ones at another."""
-    saved_ranks = len(source.inventory.rng)
-    if saved_ranks == run.ranks.size:
-        restore_rng(states)
-        return
-    reseed(states, report.step, run.ranks.rank, run.ranks.size)
-    report.warnings.append(
-        f"random states of {saved_ranks} ranks cannot go on as {run.ranks.size}: each rank has a new stream, derived "
-        "from the saved ones (not bit-reproducible unless randomness follows slots: reshard.SlotStreams)"
-    )
-
-
 def _own_position(data: Json, rank: int) -> Json:
     if not isinstance(data, dict):
         return None
@@ -327,11 +238,12 @@ def _tensors_in(value: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def _references(value: Json) -> list[str]:
+def references(value: Json) -> list[str]:
+    """The keys of the tensors that a kept state refers to."""
     if isinstance(value, list):
-        return [key for item in value for key in _references(item)]
+        return [key for item in value for key in references(item)]
     if isinstance(value, dict):
         if isinstance(key := value.get(STORED), str) and len(value) == 1:
             return [key]
-        return [key for item in value.values() for key in _references(item)]
+        return [key for item in value.values() for key in references(item)]
     return []
