@@ -56,17 +56,6 @@ def ranks_per_node(world_size: int) -> int:
     return int(value) if value.isdigit() and int(value) > 0 else world_size
 
 
-def local_rank() -> int:
-    """This process's place on its node: the number of the GPU it should take."""
-    value = os.environ.get("LOCAL_RANK", "0")
-    return int(value) if value.isdigit() else 0
-
-
-def under_launcher() -> bool:
-    """Whether torchrun (or anything that speaks its variables) started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def want_deterministic_cublas() -> None:
     """Asks cuBLAS for repeatable results; it reads the variable when it is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
