@@ -98,6 +98,7 @@ def load_state(
     _check_usage(state, lr, lr_scaling, choices)
     run = Run.of(state, all_ranks())
     source = _open(Path(path), run)
+    run.ranks.say(source.contents)
     step = source.manifest.step if source.manifest else state.step
     saved_ranks = source.manifest.world.ranks if source.manifest else None
     report = LoadReport(source.folder, step, run.ranks.size, saved_ranks, state.plan)

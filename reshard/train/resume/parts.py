@@ -54,7 +54,7 @@ def choose_parts(run: Run, source: Source, choices: Choices, faults: Faults, rep
             f"the checkpoint lacks what the run has: {', '.join(refused)}",
             f"allow_missing={refused!r} leaves it as it is",
         )
-    for part in _saved_parts(source):
+    for part in source.parts:
         if run.state.parts.get(part):
             continue
         if choices.leniency.may_ignore(part):
@@ -68,12 +68,6 @@ def choose_parts(run: Run, source: Source, choices: Choices, faults: Faults, rep
         report.warnings.append(f"not read, since nothing says what it belongs to: {named(sorted(others))}")
     report.missing = [part for part in lacking if part not in refused]
     return {part for part, has in run.state.parts.items() if has and source.has(part)}
-
-
-def _saved_parts(source: Source) -> list[str]:
-    if source.manifest is None:
-        return [part for part in ("model", "optimizer") if source.has(part)]
-    return [part for part, kept in source.manifest.parts.items() if kept == "saved"]
 
 
 def check_batch(run: Run, source: Source, choices: Choices, faults: Faults, report: LoadReport) -> None:

@@ -88,6 +88,20 @@ class Source:
         evidence = {MODEL: self.inventory.model, OPTIMIZER: self.inventory.has_optimizer, RNG: self.inventory.rng}
         return bool(evidence.get(part, self.manifest is not None and part == STEP))
 
+    @property
+    def parts(self) -> list[str]:
+        """The parts of a run's state that it holds."""
+        if self.manifest is None:
+            return [part for part in (MODEL, OPTIMIZER) if self.has(part)]
+        return [part for part, kept in self.manifest.parts.items() if kept == "saved"]
+
+    @property
+    def contents(self) -> str:
+        """What it holds, and what the run that saved it did not have, as a line for the log."""
+        absent = [part for part, kept in self.manifest.parts.items() if kept == "none"] if self.manifest else []
+        had_none = f"; the run had no {', '.join(absent)}" if absent else ""
+        return f"{self.folder} holds {', '.join(self.parts) or 'nothing that is known'}{had_none}"
+
     def read_objects(self, keys: set[str], ranks: Ranks) -> dict[str, Any]:
         """Small stored objects and tensors, whole, on every rank. Collective."""
         template = {key: self.room(key) for key in sorted(keys)}
