@@ -35,6 +35,8 @@ class ReshardError(Exception):
     """
 
     exit_code = 1
+    is_shared = False
+    """Whether all ranks raise this same error, so that it is enough if one tells it."""
 
     def __init__(
         self,

@@ -53,4 +53,6 @@ else
     rendezvous=(--standalone)
 fi
 
+# torchrun knows no SIGUSR1 and would die of it, its ranks orphaned. Ignored here, it reaches the ranks that catch it.
+trap '' USR1
 exec python -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$ranks" --max-restarts=0 "$@"

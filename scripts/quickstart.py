@@ -85,8 +85,10 @@ def train(folder: Path, ranks: int, changes: list[str], kill_after: int | None =
     for line in (folder / "log.txt").read_text()[start:].splitlines():
         if line.startswith(("resumed at", "no checkpoint", "passed over", "error")):
             say(f"   {ranks} ranks: {line}")
-    if kill_after is not None and killed:
-        say(f"   {ranks} ranks: kill -9 after step {kill_after}")
+    if kill_after is not None:
+        if not killed:
+            raise SystemExit(f"the run on {ranks} ranks ended before step {kill_after} could be waited for")
+        say(f"   {ranks} ranks: kill -9 after step {read_trace(trace)[-1].step}")
     elif status != 0:
         say((folder / "log.txt").read_text()[-3000:])
         raise SystemExit(f"training on {ranks} ranks failed with status {status}; its log is {folder / 'log.txt'}")

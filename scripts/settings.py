@@ -15,6 +15,10 @@ class Batch:
     """Windows in a micro-batch, or ``auto``: the largest up to ``max_micro_batch`` that idles least."""
     max_micro_batch: int = 64
 
+    def __post_init__(self) -> None:
+        if self.micro_batch != "auto" and not isinstance(self.micro_batch, int):
+            raise SystemExit(f"batch.micro_batch: expected a number or auto, found {self.micro_batch!r}")
+
 
 @dataclass
 class Train:
@@ -38,6 +42,10 @@ class Optimizer:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.1
 
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2:
+            raise SystemExit(f"optimizer.betas: expected two numbers, found {self.betas}")
+
 
 @dataclass
 class Schedule:
@@ -51,7 +59,7 @@ class Checkpoint:
     folder: str
     interval: int
     keep_latest_k: int = 3
-    resume: str = "auto"
+    resume: str | int = "auto"
     """``auto``: the newest sound step in ``folder``, or from scratch. Else a step's number or path."""
 
 
@@ -135,4 +143,8 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
             raise SystemExit(f"{where}: expected {kind.__name__}, found {value!r}") from None
     if kind in (bool, str) and not isinstance(value, kind):
         raise SystemExit(f"{where}: expected {kind.__name__}, found {value!r}")
+    if kind == list[float]:
+        if not isinstance(value, list):
+            raise SystemExit(f"{where}: expected a list of numbers, found {value!r}")
+        return [_converted(float, item, where) for item in value]
     return value

@@ -43,7 +43,8 @@ def main() -> None:
         train(settings, device)
         dist.barrier()
     except reshard.ReshardError as error:
-        if dist.get_rank() == 0:
+        # One that all ranks share is told once; one that only this rank met would else be told by nobody.
+        if dist.get_rank() == 0 or not error.is_shared:
             log.error("error: %s", error)
         raise SystemExit(error.exit_code) from None
     finally:
@@ -151,7 +152,8 @@ def train(settings: Settings, device: torch.device) -> None:
 def start_distributed() -> torch.device:
     """Joins the other ranks: NCCL with one GPU a rank where there are enough, else gloo on the CPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= ranks_here
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -204,10 +206,10 @@ def plan_line(plan: reshard.BatchPlan) -> str:
     )
 
 
-def resume_from(choice: str) -> int | Path | None:
+def resume_from(choice: str | int) -> int | Path | None:
     if choice == "auto":
         return None
-    return int(choice) if choice.isdigit() else Path(choice)
+    return choice if isinstance(choice, int) else Path(choice)
 
 
 def progress_bar(done: int, steps: int) -> Any:

@@ -96,25 +96,18 @@ class BatchPlan:
         """Whether more than a tenth of the step's compute is idle."""
         return self.idle_share > COSTLY_IDLE_SHARE
 
-    def slot(self, micro_step: int, rank: int) -> int | None:
-        """The slot that `rank` runs in `micro_step`, or None where it idles.
+    def slot(self, micro_step: int, rank: int, samples: int | None = None) -> int | None:
+        """The slot that `rank` runs in `micro_step` of a step of `samples` samples, or None where it idles.
+
+        Without `samples` the step has a whole global batch.
 
         Raises:
-            BatchError: a micro-step or a rank that this plan does not have.
+            BatchError: a micro-step, a rank or a number of samples that this plan does not have.
         """
-        self._require_rank(rank)
+        _require_within("rank", rank, self.ranks - 1)
         _require_within("micro-step", micro_step, self.accumulation - 1)
         slot = micro_step * self.ranks + rank
-        return slot if slot < self.slots else None
-
-    def slots_of(self, rank: int) -> list[int]:
-        """The slots that `rank` runs, in the order in which it runs them.
-
-        Raises:
-            BatchError: a rank that this plan does not have.
-        """
-        self._require_rank(rank)
-        return list(range(rank, self.slots, self.ranks))
+        return slot if slot < self.active_slots(self.global_batch if samples is None else samples) else None
 
     def active_slots(self, samples: int) -> int:
         """How many slots a step has work for if it gets only `samples` samples, as the last step of a data set may.
@@ -218,9 +211,6 @@ class BatchPlan:
             line += f"; micro-batch {least.micro_batch} idles the least, {_percent(least.idle_share)}"
         others = _either(_multiples_around(self.global_batch, self.micro_batch * self.ranks))
         return f"{line}; a global batch of {others} would cost nothing, but is another training"
-
-    def _require_rank(self, rank: int) -> None:
-        _require_within("rank", rank, self.ranks - 1)
 
 
 def _require_counts(**counts: object) -> None:

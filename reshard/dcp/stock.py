@@ -31,10 +31,9 @@ from torch.futures import Future
 
 from reshard.dcp.torch_private import METADATA_CLASSES, OBJECT_CLASSES
 from reshard.errors import CheckpointUnsound, ReshardError, StorageError, UnsafePickle, UsageError
-from reshard.formats import unpickle
+from reshard.formats import dcp_metadata, unpickle
 from reshard.storage.durable import storage_errors
 
-METADATA_FILE = ".metadata"
 ZIP_HEAD = b"PK\x03\x04"
 
 
@@ -55,7 +54,7 @@ def save(state_dict: dict[str, Any], folder: Path, process_group: dist.ProcessGr
         state_dict_saver.save(
             state_dict,
             storage_writer=_TellingWriter(folder, sync_files=True, overwrite=False),
-            planner=_RankZeroPlanner(),
+            planner=_LowestRankPlanner(),
             process_group=process_group,
             no_dist=process_group is None,
         )
@@ -79,24 +78,7 @@ def load(state_dict: dict[str, Any], folder: Path, process_group: dist.ProcessGr
         )
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The torch ``Metadata`` of a checkpoint, unpickled through an allow-list."""
-    path = Path(folder) / METADATA_FILE
-    try:
-        with path.open("rb") as file:
-            metadata = unpickle.load(file, METADATA_CLASSES, path=path)
-    except FileNotFoundError as fault:
-        raise CheckpointUnsound(
-            "no .metadata: not a DCP checkpoint, or one whose save was not finished",
-            path=folder,
-            hint="name a step-<n> folder, or resume from an earlier step",
-        ) from fault
-    if not isinstance(metadata, Metadata):
-        raise CheckpointUnsound("not DCP metadata", path=path, expected="Metadata", found=type(metadata).__name__)
-    return metadata
-
-
-class _RankZeroPlanner(DefaultSavePlanner):
+class _LowestRankPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         for key, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
@@ -151,7 +133,7 @@ class _TellingWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self._refusals(METADATA_FILE):
+        with self._refusals(dcp_metadata.FILE_NAME):
             super().finish(metadata, results)
 
     @contextlib.contextmanager
@@ -173,7 +155,9 @@ class _TellingWriter(FileSystemWriter):
 
 class _SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
+        path = Path(self.path) / dcp_metadata.FILE_NAME
+        with storage_errors("read", path), path.open("rb") as file:
+            metadata: Metadata = unpickle.load(file, METADATA_CLASSES, path=path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from reshard.dcp.stock import read_metadata
+from reshard.errors import CheckpointUnsound
+from reshard.formats import dcp_metadata
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorSpec:
     """A tensor's global shape and dtype, as recorded."""
 
     shape: torch.Size
@@ -33,7 +33,7 @@ class StoredState:
     """
 
     folder: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorSpec]
     objects: frozenset[str]
     paths: Mapping[str, tuple[str | int, ...]]
 
@@ -44,22 +44,29 @@ class StoredState:
         Raises:
             CheckpointUnsound: it is absent, damaged, or names what it should not.
         """
-        metadata = read_metadata(folder)
+        metadata = dcp_metadata.read(folder)
         tensors = {
-            key: StoredTensor(entry.size, entry.properties.dtype)
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            key: TensorSpec(torch.Size(entry.shape), _dtype(entry.dtype, key, folder))
+            for key, entry in metadata.tensors.items()
         }
-        return cls(
-            folder,
-            tensors,
-            frozenset(metadata.state_dict_metadata.keys() - tensors.keys()),
-            dict(metadata.planner_data or {}),
-        )
+        return cls(folder, tensors, metadata.objects, metadata.paths)
 
     @property
     def keys(self) -> set[str]:
         return set(self.tensors) | self.objects
+
+
+def _dtype(name: str, key: str, folder: Path) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointUnsound(
+            "a dtype that this torch does not have",
+            path=folder,
+            key=key,
+            found=name,
+            hint=f"this is torch {torch.__version__}: load it with the release that wrote it, or a later one",
+        )
+    return dtype
 
 
 def nested(values: Mapping[tuple[str | int, ...], Any]) -> Any:

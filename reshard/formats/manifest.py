@@ -131,8 +131,8 @@ def _content(path: Path) -> bytes:
         raise CheckpointUnsound(
             "missing",
             path=path,
-            hint="the checkpoint was written by stock dcp.save, or the save was not finished: load its tensors with "
-            "reshard.dcp.load, or resume from a step that has a manifest",
+            hint="stock dcp.save wrote this, or the save was not finished: load_state(..., allow_missing=[...]) takes "
+            "what it has; or resume from a step that has a manifest",
         ) from None
     except OSError as error:
         raise StorageError("cannot be read", path=path, found=error) from error

@@ -71,6 +71,22 @@ def encode(value: Any, *, where: str, external: Callable[[Any, str], str | None]
     return _Encoder(external).encode(value, where, 0)
 
 
+def stored_keys(value: Json) -> list[str]:
+    """The keys of everything within that was kept elsewhere."""
+    if isinstance(value, list):
+        return [key for item in value for key in stored_keys(item)]
+    if isinstance(value, dict):
+        if isinstance(key := value.get("!stored"), str) and len(value) == 1:
+            return [key]
+        return [key for item in value.values() for key in stored_keys(item)]
+    return []
+
+
+def is_plain(value: Json) -> bool:
+    """Whether it is an object that stands for a dict with str keys, and not a tag."""
+    return isinstance(value, dict) and not any(key.startswith("!") for key in value)
+
+
 def decode(value: Json, *, resolve: Callable[[str], Any] | None = None) -> Any:
     """The value that was encoded; ``resolve`` returns what ``external`` kept under a key.
 

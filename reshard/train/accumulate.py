@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -104,7 +104,8 @@ def accumulate(
             if reduction is not None:
                 reduction.micro_step(step.active_ranks(micro_step))
             slot = step.slot(micro_step)
-            with contextlib.nullcontext() if streams is None else streams.slot(step.stream(micro_step)):
+            # A rank without a slot repeats the last one, as its samples do.
+            with _stream(streams, step.active_slots - 1 if slot is None else slot, reduction):
                 loss = compute_loss(batch)
                 weighted = loss * (factor * weights[slot] if slot is not None else 0.0)
                 (weighted if scaler is None else scaler.scale(weighted)).backward()  # type: ignore[no-untyped-call]
@@ -142,11 +143,7 @@ class _Step:
         self.micro_steps = plan.micro_steps(self.samples)
 
     def slot(self, micro_step: int) -> int | None:
-        slot = micro_step * self.plan.ranks + self.dp_rank
-        return slot if slot < self.active_slots else None
-
-    def stream(self, micro_step: int) -> int:
-        return min(micro_step * self.plan.ranks + self.dp_rank, self.active_slots - 1)
+        return self.plan.slot(micro_step, self.dp_rank, self.samples)
 
     def active_ranks(self, micro_step: int) -> int:
         return min(self.plan.ranks, self.active_slots - micro_step * self.plan.ranks)
@@ -207,7 +204,26 @@ def _require_reduced(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _summed(reduction: ExactReduction | None) -> Any:
+def _stream(streams: SlotStreams | None, slot: int, reduction: ExactReduction | None) -> Iterator[None]:
+    """The slot's random stream; without streams, exact mode watches that no random number is drawn."""
+    if streams is not None:
+        with streams.slot(slot):
+            yield
+        return
+    before = torch.get_rng_state() if reduction is not None else None
+    yield
+    if before is not None and not torch.equal(before, torch.get_rng_state()):
+        raise UsageError(
+            "random numbers were drawn from a rank's own stream, so that the bits follow the world size",
+            key="streams",
+            expected="a stream for each slot in exact mode",
+            found="dropout, or another random operation, without one",
+            hint="pass streams=SlotStreams(seed) to accumulate, and keep it in TrainState",
+        )
+
+
+@contextlib.contextmanager
+def _summed(reduction: ExactReduction | None) -> Iterator[None]:
     if reduction is None:
         yield
         return

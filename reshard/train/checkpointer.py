@@ -67,13 +67,14 @@ class Checkpointer:
     ) -> None:
         if interval < 1 or keep_latest_k < 1:
             raise UsageError("interval and keep_latest_k are at least 1", found=f"{interval} and {keep_latest_k}")
-        # Absolute, so that a later change of the working directory does not split the run over two folders.
-        self.directory = Path(directory).expanduser().absolute()
+        self._ranks = all_ranks()
+        # Absolute, so that a later change of the working directory does not split the run over two folders; rank 0's,
+        # so that all mean the same one.
+        self.directory = self._ranks.broadcast(Path(directory).expanduser().absolute())
         self.state = state
         self.interval = interval
         self.keep_latest_k = keep_latest_k
         self.stop = stop
-        self._ranks = all_ranks()
         intervals = set(self._ranks.gather(interval))
         if len(intervals) > 1:
             raise UsageError("the ranks would save at different steps", key="interval", found=sorted(intervals))
@@ -110,7 +111,7 @@ class Checkpointer:
             return None
         report = load_state(folder, self.state, **options)
         own = step_path(self.directory, report.step)
-        is_as_saved = not options and own.resolve() == folder.resolve()
+        is_as_saved = self._ranks.broadcast(not options and own.resolve() == folder.resolve())
         self._saved_step = report.step if is_as_saved else None
         self._samples = self._trained_on()
         return report
@@ -178,6 +179,8 @@ class Checkpointer:
         return None
 
     def _named(self, step: int | str | Path) -> Path:
+        if isinstance(step, str) and step.isdigit():
+            step = int(step)
         folder = step_path(self.directory, step) if isinstance(step, int) else Path(step).expanduser().absolute()
         if not folder.is_dir():
             there = [entry.step for entry in committed_steps(folder.parent)]

@@ -46,7 +46,7 @@ _MIXING = {"Adafactor", "LBFGS", "Muon"}
 _BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *, threads: int = 1) -> ExactReduction:
+def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *, threads: int = 1) -> None:
     """Makes an FSDP2 model sum gradients in slot order. Call it on every rank, once the model is sharded and in place.
 
     ``accumulate`` and ``clip_grad_norm_`` do their part by themselves afterwards. Deterministic algorithms are
@@ -65,8 +65,8 @@ def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *,
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(threads)
-    if (made := _reductions.get(model)) is not None:
-        return made
+    if model in _reductions:
+        return
     reduction = ExactReduction(model, mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -74,7 +74,6 @@ def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *,
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             _reductions[module] = reduction
-    return reduction
 
 
 def exact_reduction(model: nn.Module) -> ExactReduction | None:

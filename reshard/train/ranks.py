@@ -30,7 +30,7 @@ class Ranks:
     def __init__(self) -> None:
         # Weakly: a group that outlives destroy_process_group ends with the interpreter, whose threads are gone by then.
         self._world: weakref.ref[dist.ProcessGroup] | None = None
-        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        self._groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
 
     @property
     def size(self) -> int:
@@ -42,21 +42,30 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """A group that moves CPU tensors and is patient; None where there is no process group.
+        """A group that moves CPU tensors and is patient, for saving and loading; None where there is no process group.
 
-        Opened at its first use, which is therefore collective, and anew for another default group.
+        Opened at its first use, which is therefore collective, and anew for another default group. Never the default
+        group, not even a gloo one: its timeout is meant for training steps, and one rank that writes to a slow file
+        system makes all the others wait.
         """
+        return self._opened("patient", datetime.timedelta(seconds=control_timeout_s()))
+
+    @property
+    def step_group(self) -> dist.ProcessGroup | None:
+        """Likewise with torch's default timeout, for what ranks tell each other at every step."""
+        return self._opened("step", None)
+
+    def _opened(self, purpose: str, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:
         if not dist.is_initialized():
             return None
         world = dist.group.WORLD
         assert world is not None
-        group = self._group() if self._group and self._world and self._world() is world else None
+        if self._world is None or self._world() is not world:
+            self._world, self._groups = weakref.ref(world), {}
+        group = self._groups[purpose]() if purpose in self._groups else None
         if group is None:
-            # Never the default group, not even a gloo one: its timeout is meant for training steps, and one rank that
-            # writes to a slow file system makes all the others wait.
-            timeout = datetime.timedelta(seconds=control_timeout_s())
             group = dist.new_group(backend="gloo", timeout=timeout)
-            self._world, self._group = weakref.ref(world), weakref.ref(group)
+            self._groups[purpose] = weakref.ref(group)
         return group
 
     def gather(self, value: T) -> list[T]:
@@ -84,7 +93,7 @@ class Ranks:
         mine = torch.tensor(numbers, dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.size)]
         with self.contact():
-            dist.all_gather(everybody, mine, group=self.group)
+            dist.all_gather(everybody, mine, group=self.step_group)
         return [theirs.tolist() for theirs in everybody]
 
     def maxima(self, numbers: Sequence[float]) -> list[float]:
@@ -93,12 +102,8 @@ class Ranks:
             return list(numbers)
         largest = torch.tensor(numbers, dtype=torch.float64)
         with self.contact():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.step_group)
         return largest.tolist()
-
-    def any(self, flag: bool) -> bool:
-        """Whether any rank's flag is set."""
-        return bool(self.maxima([flag])[0])
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -130,6 +135,7 @@ class Ranks:
         if len(others) > MOST_OTHERS:
             also.append(f"and {len(others) - MOST_OTHERS} more ranks")
         first.details = (*first.details, *also)
+        first.is_shared = True
         if first is cause:
             raise first
         raise first from cause

@@ -249,9 +249,10 @@ class ElasticSampler(Sampler[list[int]]):
         return taken
 
     def _slot_indices(self, epoch: int, offset: int, samples: int, micro_step: int) -> list[int]:
-        slot = micro_step * self.plan.ranks + self.dp_rank
-        # An idle rank repeats the last slot: if its loss is not finite, neither is the step's without it.
-        slot = min(slot, self.plan.active_slots(samples) - 1)
+        slot = self.plan.slot(micro_step, self.dp_rank, samples)
+        if slot is None:
+            # An idle rank repeats the last slot: if its loss is not finite, neither is the step's without it.
+            slot = self.plan.active_slots(samples) - 1
         first = offset + slot * self.plan.micro_batch
         positions = np.arange(first, first + self.plan.slot_samples(slot, samples))
         indices: list[int] = []

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import reshard
-from reshard import dcp
+from reshard.dcp import stock
 from reshard.environment import attempt_token, ranks_per_node
 from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import manifest as manifests
@@ -61,7 +61,7 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
         folder = ranks.broadcast(stage.path if stage else None)
         assert folder is not None
         with ranks.contact():
-            dcp.save(collected.tensors, folder, ranks.group)
+            stock.save(collected.tensors, folder, ranks.group)
         manifest = _manifest(state, collected, ranks, attempt)
         committed: Path | None = None
         with ranks.together():
@@ -112,8 +112,8 @@ def _collect(state: TrainState, ranks: Ranks) -> _Collected:
             collected.scaler = encode(state.scaler.state_dict(), SCALER)
         collected.extra = {name: encode(value.state_dict(), extra_part(name)) for name, value in state.extra.items()}
         if state.data is not None:
-            shared = getattr(state.data, "world_independent", False)
-            collected.data = encode(state.data.state_dict(), DATA if shared else f"{DATA}.rank_{ranks.rank}")
+            where = DATA if state.shares_data_position else f"{DATA}.rank_{ranks.rank}"
+            collected.data = encode(state.data.state_dict(), where)
     return collected
 
 
@@ -134,7 +134,7 @@ def _numbered(path: str) -> Iterator[str]:
 def _manifest(state: TrainState, collected: _Collected, ranks: Ranks, attempt: str) -> Manifest:
     data = None
     if state.data is not None:
-        if getattr(state.data, "world_independent", False):
+        if state.shares_data_position:
             data = {"shared": collected.data}
         else:
             workers = getattr(state.data, "num_workers", None)

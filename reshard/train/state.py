@@ -59,6 +59,11 @@ class TrainState:
         return _by_name(self.scheduler, "scheduler")
 
     @property
+    def shares_data_position(self) -> bool:
+        """Whether ``data`` has one position for all ranks, as an ``ElasticSampler`` does, and not one for each."""
+        return bool(getattr(self.data, "world_independent", False))
+
+    @property
     def parts(self) -> dict[str, bool]:
         """Each part, and whether this run has it. Every run has a model, random states and a step."""
         return {

@@ -31,7 +31,7 @@ def test_every_slot_is_run_exactly_once(plan: BatchPlan) -> None:
 def test_a_rank_runs_its_slots_in_micro_step_order(plan: BatchPlan) -> None:
     for rank in range(plan.ranks):
         places = [plan.slot(step, rank) for step in range(plan.accumulation)]
-        assert [slot for slot in places if slot is not None] == plan.slots_of(rank)
+        assert [slot for slot in places if slot is not None] == list(range(rank, plan.slots, plan.ranks))
 
 
 @given(plans())
@@ -180,7 +180,8 @@ def test_places_outside_the_plan_are_refused() -> None:
         lambda: plan.slot(3, 0),
         lambda: plan.slot(-1, 0),
         lambda: plan.slot(0, 6),
-        lambda: plan.slots_of(-1),
+        lambda: plan.slot(0, -1),
+        lambda: plan.slot(0, 0, plan.global_batch + 1),
         lambda: plan.active_slots(65),
         lambda: plan.micro_steps(-1),
         lambda: plan.slot_samples(16, 64),

@@ -25,6 +25,7 @@ def test_changes_by_full_and_by_short_key() -> None:
     assert settings.train.exact is False
     assert settings.batch.micro_batch == "auto"
     assert settings.trace == "x.jsonl"
+    assert read_settings(TINY, ["resume=40"]).checkpoint.resume == 40
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,9 @@ def test_changes_by_full_and_by_short_key() -> None:
         ("steps=1.5", "expected int, found 1.5"),
         ("exact=1", "expected bool, found 1"),
         ("precision=fp8", "expected fp32, bf16 or fp16, found 'fp8'"),
+        ("betas=0.9", "expected a list of numbers, found 0.9"),
+        ("betas=[0.9]", "expected two numbers, found [0.9]"),
+        ("micro_batch=most", "expected a number or auto, found 'most'"),
         ("train=3", "expected keys and values, found 3"),
     ],
 )

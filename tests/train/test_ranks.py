@@ -95,8 +95,6 @@ def test_without_a_process_group_there_is_one_rank() -> None:
     assert ranks.broadcast("x") == "x"
     assert ranks.gather_numbers([1, 2.5]) == [[1, 2.5]]
     assert ranks.maxima([1, -2.5]) == [1, -2.5]
-    assert ranks.any(True) is True
-    assert ranks.any(False) is False
     with pytest.raises(ReshardError, match=r"^rank 0: KeyError: 'x'$") as caught, ranks.together():
         raise KeyError("x")
     assert isinstance(caught.value.__cause__, KeyError)
@@ -115,8 +113,6 @@ def exchange() -> Any:
         ranks.broadcast(f"from {mine}"),
         ranks.gather_numbers([mine, 0.1 + mine, 2.0**60 + 2.0**10]),
         ranks.maxima([mine, -mine, 0.1]),
-        ranks.any(mine == 2),
-        ranks.any(False),
     )
 
 
@@ -126,8 +122,6 @@ def test_messages() -> None:
         "from 0",
         [[rank, 0.1 + rank, 2.0**60 + 2.0**10] for rank in range(3)],
         [2, 0, 0.1],
-        True,
-        False,
     )
     assert run_ranks(3, exchange) == [expected] * 3
 
@@ -153,7 +147,7 @@ def slow_rank(folder: str, delay_s: float) -> Any:
     init = f"file://{folder}/short"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2, timeout=timedelta(seconds=1))
     ranks = all_ranks()
-    ranks.any(False)
+    ranks.gather(0)
     with ranks.together():
         if rank == 0:
             time.sleep(delay_s)
@@ -171,12 +165,12 @@ def with_timeout(timeout: str) -> Any:
     os.environ["RESHARD_TIMEOUT_S"] = timeout
     ranks = all_ranks()
     try:
-        ranks.any(False)
+        ranks.gather(0)
         began = time.monotonic()
         if ranks.rank == 0:
             time.sleep(3)
             return None
-        ranks.any(False)
+        ranks.gather(0)
     except ReshardError as error:
         return describe(error), timeout == "1" and time.monotonic() - began < 2.5
     return None
@@ -197,7 +191,7 @@ def test_a_time_that_is_none_is_refused() -> None:
 
 def lose_a_rank() -> Any:
     ranks = all_ranks()
-    ranks.any(False)
+    ranks.gather(0)
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from reshard.dcp import StoredState
+from reshard.dcp.stored import StoredState
 from reshard.train.names import EXTRA_STATE, canonical_names
 
 MODEL_ROOTS = ("model",)

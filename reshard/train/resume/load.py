@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from reshard import dcp
-from reshard.dcp import StoredTensor, nested
+from reshard.dcp.stored import TensorSpec, nested
 from reshard.errors import ReshardError, StateMismatch, UsageError
 from reshard.train import optimizer_state
-from reshard.train.learning_rate import Scaling, assert_restored, lr_of
+from reshard.train.learning_rate import Rescale, Scaling, assert_restored, lr_of
 from reshard.train.model_state import empty_like_shard, load_model_tensors, local_parts
 from reshard.train.ranks import all_ranks
 from reshard.train.resume.matching import Faults, Leniency, is_lossy, match_tensors
@@ -38,8 +37,6 @@ from reshard.train.resume.restorer import Restorer, restore_random
 from reshard.train.resume.schedules import check_schedulers, requested_rescales, rescale
 from reshard.train.resume.source import Run, Source, find_step
 from reshard.train.state import DATA, MODEL, OPTIMIZER, RNG, SCHEDULER, STEP, TrainState
-
-UNDEFINED = "model and optimizer are undefined now: build them anew before another load"
 
 
 def load_state(
@@ -88,12 +85,16 @@ def load_state(
             they are read leaves it undefined, and the message says so.
     """
     began = time.monotonic()
-    choices = _choices(
+    _require("param_groups", param_groups, ("checkpoint", "target"))
+    _require("data", data, ("restore", "restart"))
+    choices = Choices(
         Leniency(allow_missing, allow_unexpected, allow_cast),
-        param_groups,
-        allow_global_batch_change,
-        data,
-        scheduler_counts_ranks,
+        keep_live_groups=param_groups == "target",
+        allow_global_batch_change=allow_global_batch_change,
+        data=data,
+        scheduler_counts_ranks=scheduler_counts_ranks,
+        gives_lr=lr is not None,
+        scales_lr=lr_scaling is not None,
     )
     _check_usage(state, lr, lr_scaling, choices)
     run = Run.of(state, all_ranks())
@@ -112,21 +113,23 @@ def load_state(
     saved_schedules = source.manifest.schedulers if source.manifest and SCHEDULER in plan.parts else {}
     rescales = requested_rescales(run, saved_schedules, plan.optimizer.saved_base_lrs, lr, lr_scaling, report)
     # All that is small or can refuse comes first: whatever happens until then, the run is as it was.
-    dcp.load(plan.beside, source.folder, run.ranks.group)
-    _restore_beside(run, source, choices, plan)
-    _read(plan.room, run, source)
-    _restore_tensors(run, source, plan)
-    with run.ranks.together():
-        live_groups = [group for each in state.optimizers.values() for group in each.param_groups]
-        if OPTIMIZER in plan.parts:
-            assert_restored(live_groups, [lr_of(group) for group in plan.optimizer.groups], source.folder)
-        if rescales is not None:
-            rescale(run, live_groups, rescales)
-        if RNG in plan.parts:
-            keys = rng_keys(run, source, plan.parts)
-            restore_random(run, source, {name: plan.beside[key] for name, key in keys.items()}, report)
-        if STEP in plan.parts and source.manifest is not None:
-            state.step = source.manifest.step
+    source.fill(plan.beside, run.ranks)
+    restorer = Restorer(run, source, choices, plan.optimizer.partners, plan.optimizer.rescales)
+    reading: list[str] = []
+    try:
+        with run.ranks.together():
+            restorer.restore(plan.parts, plan.beside)
+        reading = sorted(plan.parts & {MODEL, OPTIMIZER})
+        source.fill(plan.room, run.ranks)
+        _restore_tensors(run, source, plan)
+        with run.ranks.together():
+            _finish(run, source, plan, rescales, report)
+    except ReshardError as fault:
+        restorer.take_back()
+        if undefined := [*restorer.lost, *reading]:
+            told = f"undefined now: {', '.join(undefined)}; the rest is as it was. Build them anew before another load"
+            fault.details = (*fault.details, told)
+        raise
     if DATA in plan.parts and data == "restart":
         report.missing.append(DATA)
     report.restored = sorted(plan.parts - set(report.missing))
@@ -152,20 +155,6 @@ class _Plan:
     beside: dict[str, Any] = field(default_factory=dict)
     room: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-
-
-def _choices(
-    leniency: Leniency, param_groups: str, allow_global_batch_change: bool, data: str, scheduler_counts_ranks: bool
-) -> Choices:
-    _require("param_groups", param_groups, ("checkpoint", "target"))
-    _require("data", data, ("restore", "restart"))
-    return Choices(
-        leniency,
-        param_groups == "target",
-        allow_global_batch_change,
-        "restart" if data == "restart" else "restore",
-        scheduler_counts_ranks,
-    )
 
 
 def _check_usage(
@@ -228,9 +217,7 @@ def _plan(run: Run, source: Source, choices: Choices, report: LoadReport) -> _Pl
 
 def _plan_model(run: Run, source: Source, choices: Choices, plan: _Plan, faults: Faults, report: LoadReport) -> None:
     inventory = source.inventory
-    stored: dict[str, StoredTensor | None] = {
-        fqn: source.stored.tensors.get(key) for fqn, key in inventory.model.items()
-    }
+    stored: dict[str, TensorSpec | None] = {fqn: source.stored.tensors.get(key) for fqn, key in inventory.model.items()}
     stored |= dict.fromkeys(inventory.extra_state)
     passed = match_tensors(run.model, stored, run.aliases, choices.leniency, faults)
     for fqn, tensor in run.model.items():
@@ -266,27 +253,6 @@ def _plan_model(run: Run, source: Source, choices: Choices, plan: _Plan, faults:
     )
 
 
-def _restore_beside(run: Run, source: Source, choices: Choices, plan: _Plan) -> None:
-    restorer = Restorer(run, source, choices, plan.optimizer.partners, plan.optimizer.rescales)
-    try:
-        with run.ranks.together():
-            restorer.restore(plan.parts, plan.beside)
-    except ReshardError as fault:
-        restorer.take_back()
-        if restorer.lost:
-            fault.details = (*fault.details, f"undefined now: {', '.join(restorer.lost)}; the rest is as it was")
-        raise
-
-
-def _read(room: dict[str, Any], run: Run, source: Source) -> None:
-    try:
-        with run.ranks.contact():
-            dcp.load(room, source.folder, run.ranks.group)
-    except ReshardError as fault:
-        fault.details = (*fault.details, UNDEFINED)
-        raise
-
-
 def _restore_tensors(run: Run, source: Source, plan: _Plan) -> None:
     inventory, state = source.inventory, run.state
     with run.ranks.together():
@@ -299,7 +265,6 @@ def _restore_tensors(run: Run, source: Source, plan: _Plan) -> None:
                     expected=f"the value of {partner}",
                     found="a different one",
                     hint="untie the weights of the model, as they were when saved",
-                    details=[UNDEFINED],
                 )
     if MODEL in plan.parts:
         loaded = {fqn: plan.room[key] for fqn, key in inventory.model.items() if key in plan.room}
@@ -309,6 +274,19 @@ def _restore_tensors(run: Run, source: Source, plan: _Plan) -> None:
         load_model_tensors(state.model, loaded)
     if OPTIMIZER in plan.parts:
         optimizer_state.restore(state.model, state.optimizers, plan.optimizer.filled(plan.room))
+
+
+def _finish(run: Run, source: Source, plan: _Plan, rescales: list[Rescale] | None, report: LoadReport) -> None:
+    live_groups = [group for each in run.state.optimizers.values() for group in each.param_groups]
+    if OPTIMIZER in plan.parts:
+        assert_restored(live_groups, [lr_of(group) for group in plan.optimizer.groups], source.folder)
+    if rescales is not None:
+        rescale(run, live_groups, rescales)
+    if RNG in plan.parts:
+        keys = rng_keys(run, source, plan.parts)
+        restore_random(run, source, {name: plan.beside[key] for name, key in keys.items()}, report)
+    if STEP in plan.parts and source.manifest is not None:
+        run.state.step = source.manifest.step
 
 
 def _is_same(a: Any, b: Any) -> bool:

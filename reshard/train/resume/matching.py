@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reshard.dcp import StoredTensor
+from reshard.dcp.stored import TensorSpec
 from reshard.errors import StateMismatch, UsageError
 from reshard.train.names import EXTRA_STATE
 
@@ -85,7 +85,7 @@ class Passed:
 
 def match_tensors(
     live: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor | None],
+    stored: Mapping[str, TensorSpec | None],
     aliases: Mapping[str, str],
     leniency: Leniency,
     faults: Faults,
@@ -121,7 +121,7 @@ def match_tensors(
 
 
 def _match_one(
-    fqn: str, live: Any, stored: StoredTensor | None, leniency: Leniency, faults: Faults, passed: Passed
+    fqn: str, live: Any, stored: TensorSpec | None, leniency: Leniency, faults: Faults, passed: Passed
 ) -> None:
     if fqn.split(".")[-1] == EXTRA_STATE:
         # Its form is the module's own affair: nothing in a fresh model, a tensor of any length in a trained one.

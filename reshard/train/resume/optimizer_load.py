@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from reshard.dcp import nested
+from reshard.dcp.stored import nested
 from reshard.errors import StateMismatch
 from reshard.train.learning_rate import TOLERANCE, Rescale, base_lr, is_same_lr, lr_of
 from reshard.train.model_state import empty_like_shard
@@ -124,10 +124,11 @@ def plan_optimizer(
     _check_described(run, source, faults, report)
     _check_recorded_lr(source, saved_groups, faults)
     if keep_live:
+        report.missing.append("hyperparameters")
         report.warnings.append("param_groups='target': moments restored, hyperparameters are the run's own")
         if SCHEDULER in parts:
             _continue_schedule(plan, saved_groups, faults)
-    if not keep_live:
+    if not keep_live and not choices.gives_lr:
         # The saved group's own: one saved without a schedule lacks the initial rate that the live schedule has set.
         saved_bases = [None if number is None else base_lr(saved_groups[number]) for number in plan.partners]
         _mention_config_lr(live.groups, saved_bases, report)
@@ -264,6 +265,7 @@ def _tell_of_fresh(report: LoadReport, saved_groups: list[dict[str, Any]]) -> No
     if len(stateless) < len(known):
         report.notes.append(f"had no optimizer state when saved, and start fresh: {_counted(stateless)}")
     elif any(group.get("momentum", 1) != 0 for group in saved_groups):
+        report.missing.append("optimizer state")
         report.warnings.append(
             f"the checkpoint holds no optimizer state for any of its {len(known)} parameters: was it saved before the "
             "first optimizer step, or with gradients set by a tool that then writes an empty state?"

@@ -17,7 +17,6 @@ from reshard.train.resume.report import LoadReport, named
 from reshard.train.resume.source import Run, Source
 from reshard.train.state import DATA, OPTIMIZER, RNG, SCALER, SCHEDULER, extra_part
 
-STORED = "!stored"
 DAMAGED = "the checkpoint is damaged: use another step"
 
 
@@ -30,6 +29,8 @@ class Choices:
     allow_global_batch_change: bool = False
     data: Literal["restore", "restart"] = "restore"
     scheduler_counts_ranks: bool = False
+    gives_lr: bool = False
+    scales_lr: bool = False
 
 
 def choose_parts(run: Run, source: Source, choices: Choices, faults: Faults, report: LoadReport) -> set[str]:
@@ -92,7 +93,8 @@ def check_batch(run: Run, source: Source, choices: Choices, faults: Faults, repo
     linear, root = (batch_factor(scaling, before, plan.global_batch) for scaling in ("linear", "sqrt"))
     offer = f"lr_scaling='linear' would multiply the learning rate by {linear:.4g}, 'sqrt' by {root:.4g}"
     if choices.allow_global_batch_change:
-        report.warnings.append(f"global batch {before} -> {plan.global_batch}, learning rate as saved; {offer}")
+        kept = "" if choices.scales_lr else f", learning rate as saved; {offer}"
+        report.warnings.append(f"global batch {before} -> {plan.global_batch}{kept}")
     else:
         faults.add(
             f"global batch: expected {before}, as saved, found {plan.global_batch} in the run",
@@ -115,7 +117,7 @@ def check_data(run: Run, source: Source, choices: Choices, faults: Faults, repor
         report.warnings.append(f"data started anew, as asked: {again} will be seen again")
         return
     restart = f"data='restart' starts it anew, and {again} will be seen again"
-    shared = getattr(live, "world_independent", False)
+    shared = run.state.shares_data_position
     if ("shared" in data) != shared:
         faults.add(
             "data: the position was saved by another kind of loader: expected one "
@@ -153,7 +155,7 @@ def check_states(run: Run, source: Source, parts: set[str], faults: Faults) -> N
             tagged.decode(state, resolve=lambda key: None)
         except ReshardError as fault:
             faults.add(f"reshard.json: {part}: {fault}", DAMAGED)
-        for key in references(state):
+        for key in tagged.stored_keys(state):
             if key not in source.stored.tensors:
                 faults.add(f"{key}: named by reshard.json, not among the tensors", DAMAGED)
     if RNG in parts:
@@ -179,7 +181,7 @@ def stored_tensors(run: Run, source: Source, parts: set[str]) -> dict[str, Any]:
             live.update(_tensors_in(value.state_dict(), extra_part(name)))
     room = {}
     for state in kept_states(run, source, parts).values():
-        for key in references(state):
+        for key in tagged.stored_keys(state):
             entry = source.stored.tensors[key]
             room[key] = empty_like_shard(live[key], entry.shape, entry.dtype) if key in live else source.room(key)
     return room
@@ -230,14 +232,3 @@ def _tensors_in(value: Any, where: str) -> dict[str, Any]:
 
     tagged.encode(value, where=where, external=keep)
     return found
-
-
-def references(value: Json) -> list[str]:
-    """The keys of the tensors that a kept state refers to."""
-    if isinstance(value, list):
-        return [key for item in value for key in references(item)]
-    if isinstance(value, dict):
-        if isinstance(key := value.get(STORED), str) and len(value) == 1:
-            return [key]
-        return [key for item in value.values() for key in references(item)]
-    return []

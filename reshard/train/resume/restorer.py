@@ -14,7 +14,7 @@ import torch
 from reshard.errors import ReshardError, StateMismatch
 from reshard.formats import tagged
 from reshard.train.learning_rate import Rescale
-from reshard.train.resume.parts import Choices, kept_states, references
+from reshard.train.resume.parts import Choices, kept_states
 from reshard.train.resume.report import LoadReport
 from reshard.train.resume.schedules import fitted
 from reshard.train.resume.source import Run, Source
@@ -64,7 +64,7 @@ class Restorer:
                     self.rescales,
                     counts_ranks=self.choices.scheduler_counts_ranks,
                 )
-            self._hand_over(part, targets[part], value, can_undo=not references(kept))
+            self._hand_over(part, targets[part], value, can_undo=not tagged.stored_keys(kept))
 
     def take_back(self) -> None:
         """Puts every part back that was handed over; ``lost`` has the names of those that have no way back."""
@@ -75,7 +75,7 @@ class Restorer:
 
     def _hand_over(self, part: str, target: Stateful, value: Any, *, can_undo: bool) -> None:
         # A loader of the user's may start its workers when asked for its state.
-        if can_undo and (part != DATA or getattr(target, "world_independent", False)):
+        if can_undo and (part != DATA or self.run.state.shares_data_position):
             self._undo.append(partial(target.load_state_dict, copy.deepcopy(target.state_dict())))
         else:
             self.lost.append(part)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from reshard.errors import UsageError
+from reshard.formats import tagged
 from reshard.formats.tagged import Json
 from reshard.train.learning_rate import (
     Rescale,
@@ -49,7 +50,7 @@ def check_schedulers(run: Run, source: Source, faults: Faults, report: LoadRepor
         )
     for name in saved.keys() & live.keys():
         state = saved[name]
-        if not isinstance(state, dict) or any(key.startswith("!") for key in state):
+        if not isinstance(state, dict) or not tagged.is_plain(state):
             continue
         if isinstance(live[name], torch.optim.lr_scheduler.LRScheduler):
             kind = type(live[name]).__name__
@@ -235,7 +236,6 @@ def requested_rescales(
     """
     if lr is not None:
         rescales = rescales_to(lr, base)
-        report.warnings = [text for text in report.warnings if not text.startswith("config lr ")]
         changes = ", ".join(dict.fromkeys(f"{change.old:g} -> {change.new:g}" for change in rescales))
         report.warnings.append(f"base learning rate {changes}, as asked; moments kept")
     elif scaling is not None:
@@ -244,7 +244,6 @@ def requested_rescales(
                 "needs the global batch at the save and now", key="lr_scaling", hint="give TrainState the plan"
             )
         factor = batch_factor(scaling, report.saved_batch["global_batch"], report.plan.global_batch)
-        report.warnings = [text.partition(", learning rate as saved")[0] for text in report.warnings]
         report.warnings.append(f"learning rate x {factor:.6g} ({scaling} scaling), as asked")
         rescales = [Rescale(rate or 1.0, (rate or 1.0) * factor) for rate in base]
     else:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from reshard import dcp
-from reshard.dcp import StoredState
+from reshard.dcp import stock
+from reshard.dcp.stored import StoredState
 from reshard.errors import CheckpointNotFound, CheckpointUnsound
+from reshard.formats import dcp_metadata
 from reshard.formats import manifest as manifests
 from reshard.formats.manifest import Manifest
 from reshard.storage.steps import committed_steps
@@ -106,8 +107,13 @@ class Source:
         """Small stored objects and tensors, whole, on every rank. Collective."""
         template = {key: self.room(key) for key in sorted(keys)}
         if template:
-            dcp.load(template, self.folder, ranks.group)
+            self.fill(template, ranks)
         return template
+
+    def fill(self, room: dict[str, Any], ranks: Ranks) -> None:
+        """Reads what is stored under the keys of ``room`` into its values. Collective."""
+        with ranks.contact():
+            stock.load(room, self.folder, ranks.group)
 
     def room(self, key: str) -> Any:
         """An uninitialised CPU tensor for a whole stored tensor, or None for an object."""
@@ -125,7 +131,7 @@ def find_step(path: Path) -> Path:
     if not path.is_dir():
         fault = "not a folder" if path.exists() else "no such folder"
         raise CheckpointNotFound(fault, path=path, hint="name a step-<n> folder, or the run's folder")
-    if (path / ".metadata").exists() or manifests.exists(path):
+    if (path / dcp_metadata.FILE_NAME).exists() or manifests.exists(path):
         return path
     steps = committed_steps(path)
     if not steps:
