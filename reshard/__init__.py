@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from reshard.train.norm import clip_grad_norm_
     from reshard.train.resume.load import load_state
     from reshard.train.resume.report import LoadReport
-    from reshard.train.rng import SlotStreams
-    from reshard.train.sample_streams import SeededDataset
     from reshard.train.sampler import ElasticSampler
     from reshard.train.save import save_state
     from reshard.train.state import TrainState
+    from reshard.train.streams import SeededDataset, SlotStreams
     from reshard.train.trace import TraceWriter
 
 __version__ = "0.1.0"
@@ -35,8 +34,8 @@ _HOMES = {
     "Checkpointer": "reshard.train.checkpointer",
     "ElasticSampler": "reshard.train.sampler",
     "LoadReport": "reshard.train.resume.report",
-    "SeededDataset": "reshard.train.sample_streams",
-    "SlotStreams": "reshard.train.rng",
+    "SeededDataset": "reshard.train.streams",
+    "SlotStreams": "reshard.train.streams",
     "StepResult": "reshard.train.accumulate",
     "StopSignal": "reshard.cluster.signals",
     "TraceWriter": "reshard.train.trace",

@@ -53,6 +53,15 @@ else
     rendezvous=(--standalone)
 fi
 
-# torchrun knows no SIGUSR1 and would die of it, its ranks orphaned. Ignored here, it reaches the ranks that catch it.
-trap '' USR1
-exec python -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$ranks" --max-restarts=0 "$@"
+# torchrun puts its ranks into sessions of their own, hands SIGTERM on to them, and dies of SIGUSR1. So SIGUSR1 goes past
+# it: ignored there, sent to its ranks from here.
+(trap '' USR1 && exec python -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$ranks" --max-restarts=0 "$@") &
+torchrun=$!
+# shellcheck disable=SC2046
+trap 'kill -USR1 $(cat "/proc/$torchrun/task/$torchrun/children") 2> /dev/null || true' USR1
+trap 'kill -TERM "$torchrun" 2> /dev/null || true' TERM INT HUP
+# A trap ends a wait before its process has ended.
+while true; do
+    wait "$torchrun" && status=0 || status=$?
+    kill -0 "$torchrun" 2> /dev/null || exit "$status"
+done

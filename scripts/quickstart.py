@@ -98,15 +98,16 @@ def kill_when(launcher: subprocess.Popen[bytes], trace: Path, step: int) -> bool
     """Waits for a step, then sends SIGKILL to every rank at once. Returns whether it came to that."""
     while launcher.poll() is None:
         if trace.exists() and (rows := read_trace(trace)) and rows[-1].step >= step:
-            for rank in children(launcher.pid):
-                os.kill(rank, signal.SIGKILL)
+            for torchrun in children(launcher.pid):
+                for rank in children(torchrun):
+                    os.kill(rank, signal.SIGKILL)
             return True
         time.sleep(0.05)
     return False
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the direct children (Linux): torchrun's are the ranks."""
+    """Process ids of the direct children (Linux). The launcher's is torchrun, torchrun's are the ranks."""
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 

@@ -2,7 +2,8 @@
 #
 #   use_venv EXTRAS     EXTRAS of the package to install, such as plot or test,lint
 #
-# torch is pinned to the release that everything was tested with. pip takes the build that fits the machine.
+# torch is pinned to the release that everything was tested with. Which build it is follows from pip's configuration:
+# the default index serves one with CUDA, which runs on the CPU too.
 
 TORCH=torch==2.13.0
 

@@ -6,16 +6,18 @@ UTF-8 JSON, one object, with exactly these fields in format 2; a reader ignores 
     step         int >= 0
     attempt      str, the run that wrote it
     world        {"ranks": int, "nodes": int, "gpus_per_node": int, "mesh": {axis: int}}
-    parts        {part: "saved" | "none"}: model, optimizer, scheduler, scaler, rng, data, batch, extra.<name>;
+    parts        {part: "saved" | "none"}: model, optimizer, scheduler, scaler, rng, data, batch, step, extra.<name>;
                  "none" where the run had no such part, so that a loader can tell a missing part from one never there
     lr           [float or null], one a parameter group; null where it has none, or NaN or an infinity
-    batch        the batch plan, an object, or null
-    data         position in the data, or null
+    batch        {"global_batch": int, "micro_batch": int, "ranks": int, "accumulation": int}, or null
+    data         {"shared": state}, one position for all ranks; {"ranks": [state, ...], "workers": int or null}, one
+                 for each, with the number of loader workers; or null
     schedulers   {name: state}
     scaler       state or null
-    rng          what of the RNG state is not a tensor, or null
+    rng          {"ranks": int}, whose random states are tensors rng.rank_<r>.<generator>; or null
     extra        {name: state}
-    optimizers   {name: what of the state is not a tensor}
+    optimizers   {name: {"class": str, "groups": [int], "parameters": int, "with_state": int}}; groups are the numbers
+                 of its parameter groups among all, with_state counts the parameters that have any
     versions     {package: version}
     saved_at     ISO 8601
 

@@ -22,8 +22,8 @@ from reshard.batch.plan import BatchPlan
 from reshard.errors import UsageError
 from reshard.train.exact import ExactReduction, exact_reduction
 from reshard.train.ranks import all_ranks
-from reshard.train.rng import SlotStreams
 from reshard.train.sampler import ElasticSampler
+from reshard.train.streams import SlotStreams
 
 Batch = TypeVar("Batch")
 
@@ -60,7 +60,8 @@ def accumulate(
 
     Call it on every rank, between ``zero_grad`` and ``optimizer.step``. The stock reduction must be the default one,
     a mean over the data-parallel ranks (FSDP1, FSDP2, DDP); a model in exact mode is summed in slot order. Sampler and
-    streams move at the very end: a step that was not finished leaves no trace in a checkpoint.
+    streams move at the very end: a step that was not finished leaves no trace in a checkpoint. Every micro-step reduces
+    its gradients, so that no rank holds unsharded ones longer than FSDP itself does.
 
     Args:
         model: whose parameters get the gradients, wrapped as it is trained.

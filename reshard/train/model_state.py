@@ -42,7 +42,6 @@ def state_names(model: torch.nn.Module) -> list[str]:
 
 def parameter_names(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
     """The canonical name of each parameter, a tied one's first name. Not for FSDP1, whose parameters are flat."""
-    gather_nothing(model)
     keys = list(_state_dict(model))
     parameters = dict(model.named_parameters())
     names = canonical_names(parameters, like=keys)
@@ -51,12 +50,12 @@ def parameter_names(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
     """Tied names: each further name of a parameter or buffer, with the first one."""
-    gather_nothing(model)
+    state = _state_dict(model)
     everything = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    names = canonical_names(everything, like=_state_dict(model))
+    names = canonical_names(everything, like=state)
     first: dict[int, str] = {}
     further = {}
     for name, tensor in everything.items():
@@ -67,7 +66,7 @@ def aliases(model: torch.nn.Module) -> dict[str, str]:
     return further
 
 
-def gather_nothing(model: torch.nn.Module) -> None:
+def reshard_parameters(model: torch.nn.Module) -> None:
     """Puts every FSDP2 module back to its sharded parameters.
 
     After a forward without backward (an evaluation) the root still holds gathered ones, in the compute dtype and
@@ -107,6 +106,7 @@ def _device(tensor: Any) -> torch.device:
 
 
 def _state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    gather_nothing(model)
+    """The model's own state dict, of sharded parameters; those that the model holds now are sharded too."""
+    reshard_parameters(model)
     with fsdp1.sharded_state(model) if fsdp1.is_fsdp1(model) else contextlib.nullcontext():
         return model.state_dict()

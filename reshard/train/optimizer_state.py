@@ -73,6 +73,8 @@ def capture(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimiz
 def restore(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], saved: OptimizerState) -> None:
     """Puts state and hyperparameters into the optimizers, at the precision they have. Collective for FSDP1.
 
+    FSDP1's own loading casts moments to the dtype of the flat parameter.
+
     ``saved.groups`` are in the order of the live groups, optimizer after optimizer; parameters that ``saved.state``
     does not name are left without state.
     """

@@ -1,4 +1,4 @@
-"""Random states: of the process, saved per rank; and streams that belong to slots instead of ranks.
+"""The random states of a process: saved per rank, restored, or derived anew where the world size changed.
 
 Every state is a uint8 tensor: torch's own bytes for torch and CUDA, UTF-8 JSON of ``getstate()`` for Python and NumPy.
 """
@@ -10,7 +10,6 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -112,48 +111,6 @@ def cpu_stream(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-class SlotStreams:
-    """A random stream for each slot of each step, whatever rank runs it: dropout that does not know the world size.
-
-    Stateful: ``state_dict`` holds the seed and the number of steps done. ``accumulate`` calls it; by hand::
-
-        with streams.slot(3):
-            loss = ...            # forward; a recomputed activation restores the stream by itself
-        ...
-        streams.advance()         # once a step, after its last slot
-
-    Only torch's generators (CPU and the current CUDA device) are switched; outside they continue undisturbed.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.step = 0
-
-    @contextlib.contextmanager
-    def slot(self, slot: int) -> Iterator[None]:
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
-            seed = derive_seed(self.seed, self.step, slot)
-            # torch.manual_seed would seed the other CUDA devices too, and nothing would put those back.
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed(seed)
-            yield
-
-    def advance(self) -> None:
-        self.step += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if int(state["seed"]) != self.seed:
-            all_ranks().warn(
-                f"seed {self.seed} of the slots' streams ignored; the checkpoint's {state['seed']} restored"
-            )
-        self.seed, self.step = int(state["seed"]), int(state["step"])
 
 
 def derive_seed(*parts: object) -> int:

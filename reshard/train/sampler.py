@@ -22,7 +22,7 @@ from reshard.errors import StateMismatch, UsageError
 from reshard.train.order import EpochOrder
 from reshard.train.ranks import all_ranks
 from reshard.train.rng import cpu_stream, derive_seed
-from reshard.train.sample_streams import SampleIndex
+from reshard.train.streams import SampleIndex
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class ElasticSampler(Sampler[list[int]]):
     Give it to a plain loader, take steps from it, and tell it when a step is done::
 
         sampler = ElasticSampler(len(dataset), plan, dp_rank, seed=0)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4, worker_init_fn=StopSignal.ignore_in_worker)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)      # see StopSignal on data workers
         while sampler.epoch < epochs:                        # right after a resume, too
             for micro_batches in sampler.steps(loader):      # up to the end of the epoch
                 result = accumulate(model, micro_batches, compute_loss, plan, sampler=sampler)   # advances the sampler

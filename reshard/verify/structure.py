@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,7 @@ from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import dcp_metadata, manifest
 from reshard.formats.dcp_metadata import DcpMetadata, Extent, StoredTensor
 from reshard.formats.unpickle import missing_data
-
-_STEP_FOLDER = re.compile(r"step-(\d+)")
+from reshard.storage.steps import step_number
 
 
 def structure_faults(folder: str | os.PathLike[str]) -> list[str]:
@@ -63,9 +61,9 @@ def _manifest_faults(folder: Path) -> Iterator[str]:
         yield from _lines(error)
         return
     # A link such as latest has no step in its own name.
-    named = _STEP_FOLDER.fullmatch(folder.resolve().name)
-    if named and int(named[1]) != found:
-        yield f"{folder / manifest.FILE_NAME}: step: expected {named[1]} as the folder's name says, found {found}"
+    named = step_number(folder.resolve().name)
+    if named is not None and named != found:
+        yield f"{folder / manifest.FILE_NAME}: step: expected {named} as the folder's name says, found {found}"
 
 
 def _file_faults(folder: Path, metadata: DcpMetadata) -> Iterator[str]:

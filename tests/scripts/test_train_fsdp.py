@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +123,22 @@ def test_a_wrong_batch_is_one_line_and_a_failure(tmp_path: Path) -> None:
 )
 def test_the_launcher_says_what_is_wrong(arguments: list[str], told: str) -> None:
     assert told in finish(launch(*arguments), status=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_to_the_launcher_saves_once_and_ends_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    """As SLURM does it: the task gets the signal, torchrun's ranks are sessions of their own and do not."""
+    places = [f"checkpoint.folder={tmp_path / 'checkpoints'}", f"trace={tmp_path / 'trace.jsonl'}", "interval=1000"]
+    job = launch("--ranks", "2", *SCRIPT, "steps=1000", *places)
+    while not (tmp_path / "trace.jsonl").exists() or len(read_trace(tmp_path / "trace.jsonl")) < 3:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    job.send_signal(number)
+    output, _ = job.communicate(timeout=120)
+    # torchrun answers a SIGTERM with 1 whatever its ranks say.
+    assert job.returncode == (1 if number == signal.SIGTERM else 0), output
+    stopped = json.loads((tmp_path / "checkpoints" / "STOPPED").read_text())
+    assert stopped["reason"] == number.name
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert stopped["step"] == rows[-1].step
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == [f"step-{rows[-1].step}"]

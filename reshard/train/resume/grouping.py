@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from reshard.train.optimizer_state import PARAMS
 from reshard.train.resume.matching import Faults, Leniency
 from reshard.train.resume.report import named
 
-PARAMS = "params"
 # What is in a group beside the optimizer's own hyperparameters: schedulers add theirs.
 SCHEDULED = frozenset(
     {PARAMS, "param_names", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
