@@ -27,6 +27,7 @@ done
 [[ -f $1 ]] || { echo "launch.sh: $1: no such script" >&2; exit 2; }
 [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || { echo "launch.sh: --ranks: expected a number above 0, found $ranks" >&2; exit 2; }
 
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || { echo "launch.sh: --nodes: expected a number above 0, found $nodes" >&2; exit 2; }
 gpus=0
 if command -v nvidia-smi > /dev/null; then
     gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU' || true)

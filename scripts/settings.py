@@ -1,6 +1,7 @@
 """The training script's settings: a YAML file, changed by ``key=value`` arguments, checked before anything is built."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ class Train:
     replicate: int = 1
 
     def __post_init__(self) -> None:
+        if self.steps < 1 or not 0 < self.clip_norm < math.inf or self.replicate < 1:
+            raise SystemExit("train: steps, clip_norm and replicate must be above 0")
+        if not 0 <= self.seed < 2**63:
+            raise SystemExit(f"train.seed: expected 0 to 2^63 - 1, found {self.seed}")
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise SystemExit(f"train.precision: expected fp32, bf16 or fp16, found {self.precision!r}")
 
@@ -45,6 +50,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
             raise SystemExit(f"optimizer.betas: expected two numbers, found {self.betas}")
+        if not 0 <= self.lr < math.inf:
+            raise SystemExit(f"optimizer.lr: expected a number of at least 0, found {self.lr}")
 
 
 @dataclass
@@ -80,7 +87,12 @@ def read_settings(path: str, changes: list[str]) -> Settings:
 
     Raises SystemExit, with what is wrong and where, on anything unknown or missing.
     """
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
+        raise SystemExit(f"{path}: cannot be read: {fault}") from None
+    if not isinstance(values, dict):
+        raise SystemExit(f"{path}: expected keys and values, found {values!r}")
     for change in changes:
         key, separator, text = change.partition("=")
         if not separator:
@@ -101,6 +113,8 @@ def _place(key: str, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
     section = values
     for part in parts[:-1]:
         section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise SystemExit(f"{key}: {part} is {section!r}, and holds no keys")
     return section, parts[-1]
 
 
@@ -143,6 +157,8 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
             raise SystemExit(f"{where}: expected {kind.__name__}, found {value!r}") from None
     if kind in (bool, str) and not isinstance(value, kind):
         raise SystemExit(f"{where}: expected {kind.__name__}, found {value!r}")
+    if kind == dict[str, Any] and not isinstance(value, dict):
+        raise SystemExit(f"{where}: expected keys and values, found {value!r}")
     if kind == list[float]:
         if not isinstance(value, list):
             raise SystemExit(f"{where}: expected a list of numbers, found {value!r}")

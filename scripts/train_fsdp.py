@@ -12,12 +12,13 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from data import open_dataset
+from data import TokenWindows, open_dataset
 from model import Decoder, ModelConfig, next_token_loss, parameter_count, parameter_groups
 from settings import Batch, Settings, read_settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,11 +37,16 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="a YAML file, such as scripts/configs/tiny.yaml")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to it, such as train.steps=40")
     arguments = parser.parse_args()
-    settings = read_settings(arguments.config, arguments.changes)
-    device = start_distributed()
-    logging.basicConfig(level=logging.INFO if dist.get_rank() == 0 else logging.ERROR, format="%(message)s")
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     try:
-        train(settings, device)
+        job = prepare(arguments.config, arguments.changes)
+    except (OSError, TypeError, ValueError, reshard.ReshardError, SystemExit) as error:
+        # Every rank finds the same fault, so one tells it.
+        raise SystemExit(f"error: {error}" if rank == 0 else 1) from None
+    device = start_distributed()
+    try:
+        train(job, device)
         dist.barrier()
     except reshard.ReshardError as error:
         # One that all ranks share is told once; one that only this rank met would else be told by nobody.
@@ -51,11 +57,28 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def train(settings: Settings, device: torch.device) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What follows from the settings alone, and fails before anything is started if it fails."""
+
+    settings: Settings
+    model: ModelConfig
+    dataset: TokenWindows
+    plan: reshard.BatchPlan
+
+
+def prepare(config: str, changes: list[str]) -> Job:
+    settings = read_settings(config, changes)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return Job(settings, ModelConfig(**settings.model), open_dataset(settings.data), plan_batch(settings.batch, ranks))
+
+
+def train(job: Job, device: torch.device) -> None:
     """The run, from wherever its newest checkpoint left it."""
+    settings, dataset, plan = job.settings, job.dataset, job.plan
     stop = reshard.StopSignal()
     torch.manual_seed(settings.train.seed)
-    model = build_model(settings, device)
+    model = build_model(job, device)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.optimizer.weight_decay),
         lr=settings.optimizer.lr,
@@ -69,8 +92,6 @@ def train(settings: Settings, device: torch.device) -> None:
     )
     scaler = torch.amp.GradScaler(device.type) if settings.train.precision == "fp16" else None
 
-    plan = plan_batch(settings.batch, dist.get_world_size())
-    dataset = open_dataset(settings.data)
     sampler = reshard.ElasticSampler(
         len(dataset),
         plan,
@@ -165,9 +186,10 @@ def start_distributed() -> torch.device:
     return device
 
 
-def build_model(settings: Settings, device: torch.device) -> Decoder:
+def build_model(job: Job, device: torch.device) -> Decoder:
     """The decoder, sharded block by block. Built whole first, so that the weights do not depend on the ranks."""
-    model = Decoder(ModelConfig(**settings.model), settings.train.checkpoint_activations).to(device)
+    settings = job.settings
+    model = Decoder(job.model, settings.train.checkpoint_activations).to(device)
     mesh = make_mesh(settings.train.replicate, device)
     compute = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.train.precision]
     # Gradients are added in fp32 whatever the compute dtype.

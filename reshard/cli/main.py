@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.cli import batch, traces
 from reshard.cli.output import print_error
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, UsageError
 
 EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
@@ -99,6 +99,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
+    except OSError as error:
+        # What a verb reads and writes has its own errors; this is the output itself.
+        print_error(f"cannot write the output: {error.strerror}")
+        return UsageError.exit_code
     except BaseException as error:  # torch's CheckpointException is not an Exception
         _report_bug(error, with_traceback=args.debug)
         return EXIT_BUG

@@ -226,6 +226,8 @@ def _translated(fault: CheckpointException, folder: Path, kind: type[ReshardErro
     rank, cause = min((rank, _cause(entry)) for rank, entry in fault.failures.items())
     if isinstance(cause, ReshardError):
         return cause
+    if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+        raise cause
     if isinstance(cause, OSError):
         return StorageError(cause.strerror or str(cause), path=cause.filename or folder, rank=rank)
     return kind(f"{type(cause).__name__}: {cause}", path=folder, rank=rank)

@@ -16,8 +16,9 @@ UTF-8 JSON, one object, with exactly these fields in format 2; a reader ignores 
     scaler       state or null
     rng          {"ranks": int}, whose random states are tensors rng.rank_<r>.<generator>; or null
     extra        {name: state}
-    optimizers   {name: {"class": str, "groups": [int], "parameters": int, "with_state": int}}; groups are the numbers
-                 of its parameter groups among all, with_state counts the parameters that have any
+    optimizers   {name: {"class": str, "groups": [int], "parameters": int, "with_state": int, "empty": [path]}}; groups
+                 are the numbers of its parameter groups among all, with_state counts the parameters that have any,
+                 empty has the paths (FQN, name, ...) of dictionaries in the state that are empty
     versions     {package: version}
     saved_at     ISO 8601
 

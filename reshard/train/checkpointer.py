@@ -19,7 +19,7 @@ from reshard.train.ranks import all_ranks
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
-from reshard.train.save import save_state
+from reshard.train.save import save_state, small_state
 from reshard.train.state import TrainState
 from reshard.verify.structure import structure_faults
 
@@ -39,6 +39,10 @@ class Checkpointer:
             ...                          # one optimizer step
             if checkpointer.step():      # counts it; saves if it is time; True when the loop should end
                 break
+        checkpointer.save()              # the last steps, if the interval did not end there
+
+    Call ``step`` last: what a loop does after it (a schedule that moves once an epoch) is not in the step that it saved,
+    and a run resumed there would not do it again.
 
     Every rank must make one and call its methods together. Making one claims the folder: an earlier attempt that is
     still alive can save there no more, and is told so (``Fenced``).
@@ -65,8 +69,12 @@ class Checkpointer:
         stop: Callable[[], bool] | None = None,
         attempt: str | None = None,
     ) -> None:
-        if interval < 1 or keep_latest_k < 1:
-            raise UsageError("interval and keep_latest_k are at least 1", found=f"{interval} and {keep_latest_k}")
+        for name, count in (("interval", interval), ("keep_latest_k", keep_latest_k)):
+            if type(count) is not int or count < 1:
+                raise UsageError("not a count", key=name, expected="an int of at least 1", found=repr(count))
+        if not str(directory):
+            raise UsageError("no folder to save in", key="directory", found=repr(directory))
+        state.validate()
         self._ranks = all_ranks()
         # Absolute, so that a later change of the working directory does not split the run over two folders; rank 0's,
         # so that all mean the same one.
@@ -80,6 +88,7 @@ class Checkpointer:
             raise UsageError("the ranks would save at different steps", key="interval", found=sorted(intervals))
         self.attempt = self._ranks.broadcast(attempt or attempt_token())
         self._saved_step: int | None = None
+        self._saved_small: str | None = None
         self._samples: int | None = None
         with self._ranks.together():
             if self._ranks.rank == 0:
@@ -113,6 +122,7 @@ class Checkpointer:
         own = step_path(self.directory, report.step)
         is_as_saved = self._ranks.broadcast(not options and own.resolve() == folder.resolve())
         self._saved_step = report.step if is_as_saved else None
+        self._saved_small = small_state(self.state)
         self._samples = self._trained_on()
         return report
 
@@ -131,9 +141,13 @@ class Checkpointer:
         return stop
 
     def save(self) -> Path:
-        """Saves now, unless this step is saved already; returns its folder. Then removes steps beyond the newest k."""
+        """Saves now, unless this step is saved as it is; returns its folder. Then removes steps beyond the newest k.
+
+        A step that is saved already is saved again if anything but a tensor has changed since, such as a schedule that
+        moved at the end of an epoch.
+        """
         step = self.state.step
-        if self._saved_step == step:
+        if self._saved_step == step and not self._ranks.maxima([self._saved_small != small_state(self.state)])[0]:
             return step_path(self.directory, step)
         began = time.monotonic()
         with self._ranks.together():
@@ -142,6 +156,7 @@ class Checkpointer:
                     self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
         path = save_state(self.directory, self.state, attempt=self.attempt, replace=True)
         self._saved_step = step
+        self._saved_small = small_state(self.state)
         self._ranks.say(f"saved step {step} to {path} in {time.monotonic() - began:.1f} s")
         # Deleting takes long, and the ranks that do not delete are to wait here, not in a collective of the next step.
         with self._ranks.together():

@@ -40,7 +40,7 @@ log = logging.getLogger("reshard")
 _reductions: weakref.WeakKeyDictionary[nn.Module, ExactReduction] = weakref.WeakKeyDictionary()
 
 _ELEMENTWISE = {
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD",
 }  # fmt: skip
 _MIXING = {"Adafactor", "LBFGS", "Muon"}
 _BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -70,8 +70,8 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     packed = optimizer.state_dict()
     for group, ids in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         for parameter, number in zip(group["params"], ids["params"], strict=True):
-            if not isinstance(parameter, FlatParameter):
-                # Torch wants state for all parameters of a unit or none; a parameter without a gradient has none.
+            if parameter.requires_grad and not isinstance(parameter, FlatParameter):
+                # Torch wants state for all trainable parameters of a unit or none; one without a gradient has none.
                 packed["state"].setdefault(number, {})
     try:
         with sharded_state(model):

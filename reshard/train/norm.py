@@ -34,6 +34,8 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> float:
     Collective. In exact mode (:func:`reshard.exact`) the norm and so the clipped gradients have the same bits at
     every world size; else it is torch's own clipping.
     """
+    if not max_norm > 0:
+        raise UsageError("would stop or reverse the training", key="max_norm", expected="above 0", found=max_norm)
     if isinstance(model, FullyShardedDataParallel):
         return float(model.clip_grad_norm_(max_norm))
     if is_fsdp1(model):

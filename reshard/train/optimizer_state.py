@@ -7,13 +7,14 @@ merged into one such dictionary, as torch merges them: their parameters are disj
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reshard.errors import StateMismatch
+from reshard.formats.tagged import Json
 from reshard.train import fsdp1
 from reshard.train.model_state import parameter_names, state_names
 from reshard.train.names import canonical_names
@@ -41,9 +42,22 @@ class OptimizerState:
     def parameters(self) -> list[str]:
         return [fqn for group in self.groups for fqn in group[PARAMS]]
 
+    def empty_entries(self, owner: str) -> list[Json]:
+        """Paths of the empty dictionaries in one optimizer's state, which DCP does not keep; the FQN comes first."""
+        own = [fqn for number in self.owners[owner] for fqn in self.groups[number][PARAMS]]
+        return [[fqn, *path] for fqn in own for path in _empty_within(self.state.get(fqn, {}))]
+
     def nested(self) -> dict[str, Any]:
         """As ``dcp.save`` should flatten it: ``state.<fqn>.<name>`` and ``param_groups.<group>.<name>``."""
         return {"state": self.state, "param_groups": self.groups}
+
+
+def _empty_within(entries: Mapping[Any, Any]) -> Iterator[list[str | int]]:
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from ([name, *path] for path in _empty_within(value))
+            if not value:
+                yield [name]
 
 
 def capture(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> OptimizerState:
@@ -93,6 +107,13 @@ def restore(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimiz
 
 def _named(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> OptimizerState:
     packed = optimizer.state_dict()
+    if own := sorted(map(str, packed.keys() - {"state", "param_groups"})):
+        raise StateMismatch(
+            f"{type(optimizer).__name__}.state_dict() holds more than the state of parameters, and a checkpoint by "
+            "name has no place for it",
+            key=", ".join(own),
+            hint="give it to TrainState(extra=...) as an object with state_dict and load_state_dict",
+        )
     fqns = _fqns(optimizer, names)
     ids = [number for group in packed["param_groups"] for number in group[PARAMS]]
     by_id = dict(zip(ids, (fqn for group in fqns for fqn in group), strict=True))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import itertools
+import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import reshard
 from reshard.dcp import stock
 from reshard.environment import attempt_token, ranks_per_node
-from reshard.errors import CheckpointUnsound, StorageError
+from reshard.errors import CheckpointUnsound, StorageError, UsageError
 from reshard.formats import manifest as manifests
 from reshard.formats import tagged
 from reshard.formats.manifest import Manifest, World
@@ -32,6 +34,9 @@ from reshard.train.ranks import Ranks, all_ranks
 from reshard.train.rng import capture_rng
 from reshard.train.state import DATA, SCALER, SCHEDULER, TrainState, extra_part
 from reshard.verify.structure import structure_faults
+
+# Larger tensors of extra objects are not compared between ranks: that would cost more than it finds.
+COMPARED_ELEMENTS = 4096
 
 
 def save_state(directory: str | Path, state: TrainState, *, attempt: str | None = None, replace: bool = False) -> Path:
@@ -80,6 +85,22 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
                 stage.discard()
 
 
+def small_state(state: TrainState) -> str:
+    """Text that changes with whatever is not a tensor: what a run may change after a step was saved, without a step."""
+    parts: dict[str, Any] = {f"{SCHEDULER}.{name}": scheduler for name, scheduler in state.schedulers.items()}
+    parts |= {extra_part(name): value for name, value in state.extra.items()}
+    if state.scaler is not None:
+        parts[SCALER] = state.scaler
+    if state.shares_data_position:
+        parts[DATA] = state.data
+    kept = {
+        name: tagged.encode(part.state_dict(), where=name, external=lambda leaf, path: path)
+        for name, part in parts.items()
+    }
+    rates = [repr(group.get("lr")) for optimizer in state.optimizers.values() for group in optimizer.param_groups]
+    return json.dumps([kept, rates])
+
+
 @dataclass
 class _Collected:
     """A run's state, split in what ``dcp.save`` takes and what the manifest takes."""
@@ -111,15 +132,38 @@ def _collect(state: TrainState, ranks: Ranks) -> _Collected:
         if state.scaler is not None:
             collected.scaler = encode(state.scaler.state_dict(), SCALER)
         collected.extra = {name: encode(value.state_dict(), extra_part(name)) for name, value in state.extra.items()}
+        digests = {name: _digest(value, tensors) for name, value in collected.extra.items()}
         if state.data is not None:
             where = DATA if state.shares_data_position else f"{DATA}.rank_{ranks.rank}"
             collected.data = encode(state.data.state_dict(), where)
+    everybodys = ranks.gather(digests)
+    for name in digests:
+        if len({theirs.get(name) for theirs in everybodys}) > 1:
+            ranks.warn(f"{extra_part(name)} differs between ranks; rank 0's is saved, and every rank will get it")
     return collected
+
+
+def _digest(value: tagged.Json, tensors: Mapping[str, Any]) -> str:
+    """Of an extra object's state, without sharded and large tensors, for ranks to compare."""
+    digest = hashlib.sha256(json.dumps(value).encode())
+    for key in tagged.stored_keys(value):
+        tensor = tensors[key]
+        if not isinstance(tensor, DTensor) and tensor.numel() <= COMPARED_ELEMENTS:
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _set_aside(tensors: dict[str, Any], leaf: Any, path: str) -> str | None:
     if not isinstance(leaf, torch.Tensor):
         return None
+    if leaf.is_meta or leaf.layout != torch.strided:
+        raise UsageError(
+            "a tensor that cannot be saved",
+            key=path,
+            expected="a dense tensor with memory",
+            found="one on the meta device" if leaf.is_meta else leaf.layout,
+            hint="make it dense, or leave it out of the state",
+        )
     # Keys with dots make one path of two: ``{"a": {"b": x}, "a.b": y}``.
     key = next(key for key in _numbered(path) if key not in tensors)
     tensors[key] = leaf.detach()
@@ -189,6 +233,7 @@ def _describe(optimizers: Mapping[str, torch.optim.Optimizer], collected: Optimi
             "groups": list(collected.owners[name]),
             "parameters": len(own),
             "with_state": sum(fqn in collected.state for fqn in own),
+            "empty": collected.empty_entries(name),
         }
     return described
 

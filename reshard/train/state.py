@@ -80,7 +80,18 @@ class TrainState:
         }
 
     def validate(self) -> None:
-        """Raises UsageError where something in it has no ``state_dict``."""
+        """Raises UsageError where something in it is not what it should be."""
+        if not isinstance(self.model, torch.nn.Module):
+            raise UsageError("not a model", key="model", expected="torch.nn.Module", found=type(self.model).__name__)
+        if type(self.step) is not int or self.step < 0:
+            raise UsageError(
+                "not a number of steps", key="step", expected="an int of at least 0", found=repr(self.step)
+            )
+        for name, optimizer in self.optimizers.items():
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise UsageError(
+                    "not an optimizer", key=name, expected="torch.optim.Optimizer", found=type(optimizer).__name__
+                )
         for name, value in {
             **self.schedulers,
             **{extra_part(name): value for name, value in self.extra.items()},

@@ -41,7 +41,8 @@ class TraceWriter:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with storage_errors("write the trace", self.path):
+                self._file.close()
 
     def __enter__(self) -> TraceWriter:
         return self

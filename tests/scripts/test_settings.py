@@ -41,6 +41,10 @@ def test_changes_by_full_and_by_short_key() -> None:
         ("betas=0.9", "expected a list of numbers, found 0.9"),
         ("betas=[0.9]", "expected two numbers, found [0.9]"),
         ("micro_batch=most", "expected a number or auto, found 'most'"),
+        ("clip_norm=-1", "must be above 0"),
+        ("lr=nan", "expected a number of at least 0"),
+        ("seed=99999999999999999999", "expected 0 to 2^63 - 1"),
+        ("model=3", "expected keys and values, found 3"),
         ("train=3", "expected keys and values, found 3"),
     ],
 )

@@ -117,6 +117,7 @@ def test_a_wrong_batch_is_one_line_and_a_failure(tmp_path: Path) -> None:
         (["--ranks", "none", "x.py"], "no such script"),
         (["--ranks", "none", "scripts/train_fsdp.py"], "expected a number above 0, found none"),
         (["--rank", "2", "scripts/train_fsdp.py"], "unknown option --rank"),
+        (["--nodes", "x", "scripts/train_fsdp.py"], "--nodes: expected a number above 0, found x"),
         (["--nodes", "2", "scripts/train_fsdp.py"], "needs --head HOST"),
         ([], "Starts a training script under torchrun"),
     ],

@@ -52,6 +52,7 @@ def load_state(
     lr_scaling: Scaling | None = None,
     data: Literal["restore", "restart"] = "restore",
     scheduler_counts_ranks: bool = False,
+    schedule: Literal["checkpoint", "target"] = "checkpoint",
 ) -> LoadReport:
     """Restores ``state`` from a step folder, or from the newest committed step of a run's folder.
 
@@ -76,6 +77,8 @@ def load_state(
         data: ``restart`` begins the data anew instead of restoring the position; samples repeat.
         scheduler_counts_ranks: the scheduler is stepped once a rank for each update (accelerate does); its counters
             are converted to the present world size.
+        schedule: ``target`` takes from the checkpoint only where the schedule stands; how long it is and what it looks
+            like is the run's own, from the next ``scheduler.step()`` on.
 
     Returns:
         What was restored, with the number of the step.
@@ -87,12 +90,14 @@ def load_state(
     began = time.monotonic()
     _require("param_groups", param_groups, ("checkpoint", "target"))
     _require("data", data, ("restore", "restart"))
+    _require("schedule", schedule, ("checkpoint", "target"))
     choices = Choices(
         Leniency(allow_missing, allow_unexpected, allow_cast),
         keep_live_groups=param_groups == "target",
         allow_global_batch_change=allow_global_batch_change,
         data=data,
         scheduler_counts_ranks=scheduler_counts_ranks,
+        keep_live_schedule=schedule == "target",
         gives_lr=lr is not None,
         scales_lr=lr_scaling is not None,
     )
@@ -201,7 +206,14 @@ def _plan(run: Run, source: Source, choices: Choices, report: LoadReport) -> _Pl
     with run.ranks.together():
         for check in (check_batch, check_data):
             check(run, source, choices, faults, report)
-        check_schedulers(run, source, faults, report, counts_ranks=choices.scheduler_counts_ranks)
+        check_schedulers(
+            run,
+            source,
+            faults,
+            report,
+            counts_ranks=choices.scheduler_counts_ranks,
+            keep_live=choices.keep_live_schedule,
+        )
         check_states(run, source, parts, faults)
         if MODEL in parts:
             _plan_model(run, source, choices, plan, faults, report)

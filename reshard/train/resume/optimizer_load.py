@@ -35,6 +35,7 @@ class OptimizerPlan:
         partners: for each live group, the saved one that it continues.
         rescales: for each live group, from the saved base learning rate to its own, where the run keeps its own.
         entries: FQN -> path below the parameter -> stored key.
+        empty: FQN -> paths of the dictionaries that were empty, of which nothing is stored.
         room: stored key -> tensor to be filled, or None for an object.
     """
 
@@ -43,13 +44,15 @@ class OptimizerPlan:
     partners: list[int | None] = field(default_factory=list)
     rescales: list[Rescale] | None = None
     entries: dict[str, dict[Path, str]] = field(default_factory=dict)
+    empty: dict[str, list[Path]] = field(default_factory=dict)
     room: dict[str, Any] = field(default_factory=dict)
 
     def filled(self, loaded: Mapping[str, Any]) -> OptimizerState:
         """The state to hand to the optimizers, from what was read into ``room``."""
-        state = {
-            fqn: nested({path: loaded[key] for path, key in entries.items()}) for fqn, entries in self.entries.items()
-        }
+        state = {}
+        for fqn in self.entries.keys() | self.empty.keys():
+            values: dict[Path, Any] = {path: {} for path in self.empty.get(fqn, [])}
+            state[fqn] = nested(values | {path: loaded[key] for path, key in self.entries.get(fqn, {}).items()})
         return OptimizerState(state, self.groups)
 
 
@@ -130,7 +133,11 @@ def plan_optimizer(
             _continue_schedule(plan, saved_groups, faults)
     if not keep_live and not choices.gives_lr:
         # The saved group's own: one saved without a schedule lacks the initial rate that the live schedule has set.
-        saved_bases = [None if number is None else base_lr(saved_groups[number]) for number in plan.partners]
+        # Of a group that a schedule moves without noting where it began (ReduceLROnPlateau) nothing can be told.
+        saved_bases = [
+            None if number is None or (SCHEDULER in parts and "initial_lr" not in group) else base_lr(group)
+            for number, group in ((n, saved_groups[n] if n is not None else {}) for n in plan.partners)
+        ]
         _mention_config_lr(live.groups, saved_bases, report)
     saved = {fqn: set(entries) for fqn, entries in source.inventory.optimizer.items()}
     match_entries(saved, saved_groups or live.groups, faults)
@@ -148,11 +155,22 @@ def plan_optimizer(
         for path, key in source.inventory.optimizer.get(fqn, {}).items():
             plan.entries.setdefault(fqn, {})[path] = key
             plan.room[key] = _room(run, source, fqn, path, key, casts)
+    plan.empty = _empty_entries(source, set(parameters))
     for before, after in sorted(casts, key=str):
         report.warnings.append(f"optimizer state {before} -> {after}, as its parameters are now")
     if report.fresh and saved_groups:
         _tell_of_fresh(report, saved_groups)
     return plan
+
+
+def _empty_entries(source: Source, parameters: set[str]) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for described in source.manifest.optimizers.values() if source.manifest else ():
+        listed = described.get("empty") if isinstance(described, dict) else None
+        for entry in listed if isinstance(listed, list) else ():
+            if isinstance(entry, list) and len(entry) > 1 and entry[0] in parameters:
+                found.setdefault(str(entry[0]), []).append(tuple(entry[1:]))  # type: ignore[arg-type]
+    return found
 
 
 def _continue_schedule(plan: OptimizerPlan, saved_groups: list[dict[str, Any]], faults: Faults) -> None:

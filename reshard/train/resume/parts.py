@@ -29,6 +29,7 @@ class Choices:
     allow_global_batch_change: bool = False
     data: Literal["restore", "restart"] = "restore"
     scheduler_counts_ranks: bool = False
+    keep_live_schedule: bool = False
     gives_lr: bool = False
     scales_lr: bool = False
 

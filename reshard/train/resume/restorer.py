@@ -63,6 +63,7 @@ class Restorer:
                     self.partners,
                     self.rescales,
                     counts_ranks=self.choices.scheduler_counts_ranks,
+                    keep_live=self.choices.keep_live_schedule,
                 )
             self._hand_over(part, targets[part], value, can_undo=not tagged.stored_keys(kept))
 

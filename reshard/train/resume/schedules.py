@@ -6,7 +6,8 @@ takes any state whatever: that of another kind of schedule, or of another number
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +28,30 @@ from reshard.train.resume.report import LoadReport, named
 from reshard.train.resume.source import Run, Source
 from reshard.train.state import SCHEDULER
 
-PER_GROUP_KEYS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")
+RATE_KEYS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
+PER_GROUP_KEYS = (*RATE_KEYS, "lr_lambdas")
 UNCONVERTIBLE_COUNTERS = ("T_cur", "num_bad_epochs", "cooldown_counter")
-# What a schedule is configured with, as opposed to where it stands.
-CONFIGURED = (
-    *("T_max", "eta_min", "step_size", "gamma", "total_iters", "start_factor", "end_factor", "power"),
-    *("factor", "patience", "T_0", "T_mult", "total_steps"),
+# Where a schedule stands, as opposed to what it is configured with; base rates are told of with the optimizer.
+STANDING = frozenset(
+    {
+        *("last_epoch", "_step_count", "_last_lr", "base_lrs", "max_lrs", "min_lrs", "_schedulers", "best"),
+        *("num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_is_initial", "_get_lr_called_within_step"),
+    }
 )
+SHOWN_CHARACTERS = 40
 # Other versions of torch have them and this one may not.
 VERSION_DEPENDENT = {"verbose"}
 
 
-def check_schedulers(run: Run, source: Source, faults: Faults, report: LoadReport, *, counts_ranks: bool) -> None:
+def check_schedulers(
+    run: Run,
+    source: Source,
+    faults: Faults,
+    report: LoadReport,
+    *,
+    counts_ranks: bool,
+    keep_live: bool,
+) -> None:
     """Names and kinds must be the same; a schedule that counted ranks instead of steps is pointed out."""
     if source.manifest is None or not source.manifest.schedulers or not run.state.schedulers:
         return
@@ -52,7 +65,7 @@ def check_schedulers(run: Run, source: Source, faults: Faults, report: LoadRepor
         state = saved[name]
         if not isinstance(state, dict) or not tagged.is_plain(state):
             continue
-        if isinstance(live[name], torch.optim.lr_scheduler.LRScheduler):
+        if isinstance(live[name], torch.optim.lr_scheduler.LRScheduler) and not keep_live:
             kind = type(live[name]).__name__
             _check_kind(f"{SCHEDULER}.{name}", state, live[name].state_dict(), kind, faults, report)
         if counts_ranks:
@@ -79,20 +92,35 @@ def _check_kind(
             f"allow_unexpected=[{SCHEDULER!r}]",
         )
         return
+    configured = {key: value for key, value in own.items() if key in saved and key not in STANDING | VERSION_DEPENDENT}
+    encoded = tagged.encode(configured, where=where, external=lambda leaf, path: path)
     changed = [
-        f"{key}={own[key]:g} ignored, the checkpoint's {value:g} restored"
-        for key, value in saved.items()
-        if key in CONFIGURED
-        and isinstance(value, (int, float))
-        and isinstance(own.get(key), (int, float))
-        and own[key] != value
+        f"{path}={_shown(ours)} ignored, the checkpoint's {_shown(theirs)} restored"
+        for path, ours, theirs in _differences(encoded, {key: saved[key] for key in configured})
     ]
     if changed:
-        report.warnings.append(f"{where}: config {'; '.join(changed)}")
+        report.warnings.append(f"{where}: config {'; '.join(changed)}; schedule='target' keeps the run's own schedule")
     for number in range(count):
         child, own_child = children[number], own_children[number]  # type: ignore[index]
         if isinstance(child, Mapping) and isinstance(own_child, Mapping):
             _check_kind(f"{where}.{number}", child, own_child, f"schedule {number}", faults, report)
+
+
+def _differences(own: Json, saved: Json, path: str = "") -> Iterator[tuple[str, Json, Json]]:
+    """Where two states differ, as paths with both values."""
+    if isinstance(own, dict) and isinstance(saved, dict) and own.keys() == saved.keys() and tagged.is_plain(own):
+        for key in own:
+            yield from _differences(own[key], saved[key], f"{path}.{key}" if path else key)
+    elif isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
+        for number, (ours, theirs) in enumerate(zip(own, saved, strict=True)):
+            yield from _differences(ours, theirs, f"{path}.{number}")
+    elif own != saved:
+        yield path, own, saved
+
+
+def _shown(value: Json) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _public(state: Mapping[str, Any]) -> set[str]:
@@ -136,6 +164,7 @@ def fitted(
     rescales: Sequence[Rescale] | None,
     *,
     counts_ranks: bool,
+    keep_live: bool,
 ) -> Any:
     """A scheduler's saved state as the run's groups and ranks need it.
 
@@ -145,6 +174,7 @@ def fitted(
         partners: live group -> the saved group it continues; none where the optimizer is not restored.
         rescales: for each live group, where the run keeps its own base learning rate.
         counts_ranks: it counts ranks, not steps.
+        keep_live: take its place from the checkpoint, and all else from the run.
     """
     scheduler = run.state.schedulers[name]
     own = own_groups(run, scheduler)
@@ -160,6 +190,8 @@ def fitted(
             saved = scaled_schedule(saved, [rescales[number] for number in live_groups])
     if counts_ranks and source.manifest is not None:
         saved = _recounted(saved, scheduler.state_dict(), source.manifest.world.ranks, run.ranks.size)
+    elif keep_live:
+        saved = _recounted(saved, scheduler.state_dict(), 1, 1)
     return saved
 
 
@@ -204,15 +236,16 @@ def _recounted(saved: Any, live: Any, saved_ranks: int, ranks: int) -> Any:
 
     Its lengths (``T_max``, milestones) are the live ones: whoever counts ranks configures them in ranks too.
     """
-    state = {**live, **{key: saved[key] for key in PER_GROUP_KEYS if key in saved}}
+    state = {**live, **{key: saved[key] for key in RATE_KEYS if key in saved}}
     if isinstance(before := saved.get("last_epoch"), int):
         state["last_epoch"] = before * ranks // saved_ranks
         if isinstance(count := saved.get("_step_count"), int):
             # It runs ahead of last_epoch by the step that the constructor takes.
             state["_step_count"] = state["last_epoch"] + count - before
-    if isinstance(children := saved.get("_schedulers"), (list, tuple)):
+    children, own_children = saved.get("_schedulers"), live.get("_schedulers")
+    if isinstance(children, (list, tuple)) and isinstance(own_children, list) and len(children) == len(own_children):
         state["_schedulers"] = [
-            _recounted(child, own, saved_ranks, ranks) for child, own in zip(children, live["_schedulers"], strict=True)
+            _recounted(child, own, saved_ranks, ranks) for child, own in zip(children, own_children, strict=True)
         ]
     return state
 
