@@ -41,8 +41,8 @@ class Checkpointer:
                 break
         checkpointer.save()              # the last steps, if the interval did not end there
 
-    Call ``step`` last: what a loop does after it (a schedule that moves once an epoch) is not in the step that it saved,
-    and a run resumed there would not do it again.
+    Call ``step`` last: what a loop does after it (a schedule that moves once an epoch) is not in the step that it
+    saved, and a run resumed there would not do it again.
 
     Every rank must make one and call its methods together. Making one claims the folder: an earlier attempt that is
     still alive can save there no more, and is told so (``Fenced``).

@@ -345,11 +345,12 @@ def test_one_of_two_ranks_fails_in_a_save(tmp_path: Path, victim: int, at: int, 
         assert seen[victim] is None
         assert "lost contact" in seen[1 - victim] or "saved" in seen[1 - victim]
     else:
-        # All ranks learn of it in the same words.
+        # All ranks learn of it in the same words, unless it hindered nothing: pruning, or making a folder that is there.
         assert seen[0] == seen[1]
-        assert seen[0].startswith("StorageError ") and "o space left on" in seen[0].splitlines()[0]
+        if not seen[0].startswith("saved"):
+            assert seen[0].startswith("StorageError ") and "o space left on" in seen[0].splitlines()[0]
     listed = [step.step for step in committed_steps(folder)]
-    assert listed in ([10], [10, 20])
+    assert listed == [10, 20] if seen[0] and seen[0].startswith("saved") else listed in ([10], [10, 20])
     (found, digest), end = run_ranks(2, newest, folder)[0]
     assert found == listed[-1]
     assert (digest == before) == (found == 10)
