@@ -345,7 +345,7 @@ def test_one_of_two_ranks_fails_in_a_save(tmp_path: Path, victim: int, at: int, 
         assert seen[victim] is None
         assert "lost contact" in seen[1 - victim] or "saved" in seen[1 - victim]
     else:
-        # All ranks learn of it in the same words, unless it hindered nothing: pruning, or making a folder that is there.
+        # All ranks learn of it in the same words, unless it hindered nothing: pruning, making a folder that is there.
         assert seen[0] == seen[1]
         if not seen[0].startswith("saved"):
             assert seen[0].startswith("StorageError ") and "o space left on" in seen[0].splitlines()[0]
