@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.train.state import TrainState
     from reshard.train.streams import SeededDataset, SlotStreams
     from reshard.train.trace import TraceWriter
+    from reshard.verify.trace import TraceRow
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
     "SlotStreams": "reshard.train.streams",
     "StepResult": "reshard.train.accumulate",
     "StopSignal": "reshard.cluster.signals",
+    "TraceRow": "reshard.verify.trace",
     "TraceWriter": "reshard.train.trace",
     "TrainState": "reshard.train.state",
     "accumulate": "reshard.train.accumulate",
@@ -58,6 +60,7 @@ __all__ = [
     "SlotStreams",
     "StepResult",
     "StopSignal",
+    "TraceRow",
     "TraceWriter",
     "TrainState",
     "accumulate",

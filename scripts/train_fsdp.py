@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import reshard
-from reshard.verify.trace import TraceRow
 
 log = logging.getLogger("train")
 
@@ -148,7 +147,7 @@ def train(job: Job, device: torch.device) -> None:
                 elapsed_s = time.monotonic() - began
                 # Before the checkpoint: a step that is saved must not be missing from the trace.
                 trace.write(
-                    TraceRow(
+                    reshard.TraceRow(
                         step=state.step + 1,
                         loss=result.loss,
                         lr=rates,

@@ -159,6 +159,7 @@ def test_public_names_are_frozen() -> None:
         "SlotStreams",
         "StepResult",
         "StopSignal",
+        "TraceRow",
         "TraceWriter",
         "TrainState",
         "accumulate",

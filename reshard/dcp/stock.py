@@ -157,7 +157,7 @@ class _SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / dcp_metadata.FILE_NAME
         with storage_errors("read", path), path.open("rb") as file:
-            metadata: Metadata = unpickle.load(file, METADATA_CLASSES, path=path)
+            metadata: Metadata = unpickle.read(file, METADATA_CLASSES, path=path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -109,7 +109,7 @@ def read_file(path: str | os.PathLike[str]) -> DcpMetadata:
     """As ``read``, for a metadata file of any name, such as the ``__<rank>.metadata`` of a save without collectives."""
     try:
         with Path(path).open("rb") as file:
-            root = unpickle.load(file, _ALLOWED, path=path)
+            root = unpickle.read(file, _ALLOWED, path=path)
     except (FileNotFoundError, NotADirectoryError):
         hint = "the save was not finished, or the files of rank 0 are on another machine's disk"
         if any(Path(path).parent.glob("__*.metadata")):

@@ -44,7 +44,7 @@ class StandIn(metaclass=_Sealed):
         pass
 
 
-def load(
+def read(
     file: BinaryIO,
     allowed: Mapping[tuple[str, str], Any],
     *,

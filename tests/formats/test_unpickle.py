@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from reshard.errors import CheckpointUnsound, ReshardError, UnsafePickle
-from reshard.formats.unpickle import StandIn, load, missing_data
+from reshard.formats.unpickle import StandIn, missing_data, read
 
 ALLOWED: dict[tuple[str, str], Any] = {("collections", "OrderedDict"): dict, ("collections", "Counter"): StandIn}
 
 
 def load_bytes(content: bytes, allowed: dict[tuple[str, str], Any] = ALLOWED, **options: Any) -> Any:
-    return load(io.BytesIO(content), allowed, path="ckpt/.metadata", **options)
+    return read(io.BytesIO(content), allowed, path="ckpt/.metadata", **options)
 
 
 class _RunsCommand:
@@ -114,8 +114,8 @@ def test_persistent_ids_need_a_resolver() -> None:
 
 def test_leaves_the_file_behind_the_pickle() -> None:
     file = io.BytesIO(pickle.dumps("first") + pickle.dumps(["second"] * 9) + b"raw")
-    assert load(file, {}, path="f") == "first"
-    assert load(file, {}, path="f") == ["second"] * 9
+    assert read(file, {}, path="f") == "first"
+    assert read(file, {}, path="f") == ["second"] * 9
     assert file.read() == b"raw"
 
 
