@@ -211,9 +211,12 @@ def _stream(streams: SlotStreams | None, slot: int, reduction: ExactReduction | 
         with streams.slot(slot):
             yield
         return
-    before = torch.get_rng_state() if reduction is not None else None
+    if reduction is None:
+        yield
+        return
+    before = _random_states()
     yield
-    if before is not None and not torch.equal(before, torch.get_rng_state()):
+    if not all(map(torch.equal, before, _random_states())):
         raise UsageError(
             "random numbers were drawn from a rank's own stream, so that the bits follow the world size",
             key="streams",
@@ -221,6 +224,11 @@ def _stream(streams: SlotStreams | None, slot: int, reduction: ExactReduction | 
             found="dropout, or another random operation, without one",
             hint="pass streams=SlotStreams(seed) to accumulate, and keep it in TrainState",
         )
+
+
+def _random_states() -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpu]
 
 
 @contextlib.contextmanager
