@@ -35,6 +35,8 @@ class ReshardError(Exception):
     """
 
     exit_code = 1
+    usual_hint: str | None = None
+    """What to do next where the place that raises knows nothing better."""
     is_shared = False
     """Whether all ranks raise this same error, so that it is enough if one tells it."""
 
@@ -57,7 +59,7 @@ class ReshardError(Exception):
         self.rank = rank
         self.expected = expected
         self.found = found
-        self.hint = hint
+        self.hint = hint or self.usual_hint
         self.details = tuple(details)
 
     def __str__(self) -> str:
@@ -107,6 +109,8 @@ class CheckpointNotFound(ReshardError):
 class CheckpointUnsound(ReshardError):
     """The checkpoint's files are incomplete, damaged or contradict each other."""
 
+    usual_hint = "copy it anew from where it is whole, or use another step"
+
 
 class UnsafePickle(CheckpointUnsound):
     """A pickle names a class or function that is not on the allow-list; it was not run."""
@@ -120,6 +124,7 @@ class StorageError(ReshardError):
     """The file system refused: no space, no permission, or not shared between the ranks."""
 
     exit_code = 2
+    usual_hint = "see to its permissions and free space, and that all ranks see the same file system"
 
 
 class Fenced(ReshardError):

@@ -126,7 +126,12 @@ class _Step:
         self.plan = plan
         self.samples = plan.global_batch if sampler is None else sampler.next_samples
         if sampler is not None and sampler.plan != plan:
-            raise UsageError("the sampler deals its samples by another plan", expected=plan, found=sampler.plan)
+            raise UsageError(
+                "the sampler deals its samples by another plan",
+                expected=plan,
+                found=sampler.plan,
+                hint="give sampler and accumulate the same plan",
+            )
         if dp_rank is None:
             dp_rank = all_ranks().rank if sampler is None else sampler.dp_rank
         elif sampler is not None and dp_rank != sampler.dp_rank:
@@ -174,7 +179,12 @@ def _weights(step: _Step, tokens: list[float] | None) -> list[float]:
     )
     total = math.fsum(shares)
     if not total > 0:
-        raise UsageError("no tokens to train on in this step", key="weigh", found=total)
+        raise UsageError(
+            "no tokens to train on in this step",
+            key="weigh",
+            found=total,
+            hint="leave samples without a token to predict out of the data set",
+        )
     return [share / total for share in shares]
 
 

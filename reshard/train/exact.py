@@ -235,7 +235,11 @@ def _refuse_inexact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer
     if fsdp1.is_fsdp1(model):
         raise UsageError("exact mode needs FSDP2: FSDP1 has no hook for its reduce-scatter", hint="use fully_shard")
     if not isinstance(model, FSDPModule):
-        raise UsageError("exact mode needs the root given to fully_shard", found=type(model).__name__)
+        raise UsageError(
+            "exact mode needs the root given to fully_shard",
+            found=type(model).__name__,
+            hint="call fully_shard on the whole model too, after its blocks",
+        )
     for name, module in model.named_modules():
         if isinstance(module, _BATCH_STATISTICS) and module.training:
             raise UsageError(
@@ -251,7 +255,12 @@ def _refuse_inexact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer
             mesh = parameter.device_mesh
             meshes[tuple(dist.get_process_group_ranks(mesh.get_group()))] = mesh
     if len(meshes) != 1:
-        raise UsageError("exact mode needs one mesh for all parameters", expected=1, found=len(meshes))
+        raise UsageError(
+            "exact mode needs one mesh for all parameters",
+            expected=1,
+            found=len(meshes),
+            hint="give every fully_shard the same mesh",
+        )
     for optimizer in optimizers:
         _refuse_optimizer(optimizer)
     return next(iter(meshes.values()))
@@ -280,7 +289,11 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     if not isinstance(parameter, DTensor):
         if parameter.requires_grad:
-            raise UsageError("exact mode needs every trained parameter under fully_shard", key=name)
+            raise UsageError(
+                "exact mode needs every trained parameter under fully_shard",
+                key=name,
+                hint="call fully_shard on the whole model too, and ignore no trained parameter",
+            )
         return
     if parameter.device_mesh.ndim != 1:
         raise UsageError(

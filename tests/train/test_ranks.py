@@ -26,6 +26,10 @@ class Awkward(Exception):
         self.lock = open(os.devnull)  # noqa: SIM115, PTH123
 
 
+# What the two kinds say to do where nothing better is known.
+COPY, CHECK = CheckpointUnsound.usual_hint, StorageError.usual_hint
+
+
 def describe(error: ReshardError) -> tuple[Any, ...]:
     return type(error).__name__, str(error), error.exit_code
 
@@ -57,10 +61,14 @@ def test_nobody_fails(world: int) -> None:
     ("failure", "kind", "text"),
     [
         (CheckpointUnsound("torn", path="/x/y", hint="do this"), "CheckpointUnsound", "/x/y: rank 1: torn; do this"),
-        (OSError(28, "No space left on device", "/x/y"), "StorageError", "/x/y: rank 1: No space left on device"),
+        (
+            OSError(28, "No space left on device", "/x/y"),
+            "StorageError",
+            f"/x/y: rank 1: No space left on device; {CHECK}",
+        ),
         (ValueError("odd"), "ReshardError", "rank 1: ValueError: odd"),
         ("awkward", "ReshardError", "rank 1: Awkward: a text"),
-        ("awkward value", "CheckpointUnsound", "rank 1: wrong value: expected x, found a text"),
+        ("awkward value", "CheckpointUnsound", f"rank 1: wrong value: expected x, found a text; {COPY}"),
     ],
     ids=["ours", "os", "other", "unpicklable", "unpicklable value"],
 )
@@ -72,18 +80,18 @@ def test_one_rank_fails_and_all_raise_the_same(failure: Exception | str, kind: s
 
 def test_what_rank_0_does_for_all_names_no_rank() -> None:
     results = run_ranks(2, fail_on, {0: CheckpointUnsound("torn", path="/x")})
-    assert [seen for seen, _ in results] == [("CheckpointUnsound", "/x: torn", 1)] * 2
+    assert [seen for seen, _ in results] == [("CheckpointUnsound", f"/x: torn; {COPY}", 1)] * 2
 
 
 def test_several_ranks_fail_and_each_is_named_once() -> None:
     results = run_ranks(4, fail_on, {1: ValueError("one"), 2: CheckpointUnsound("two"), 3: ValueError("three")})
-    text = "rank 1: ValueError: one\n  also: rank 2: two\n  also: rank 3: ValueError: three"
+    text = f"rank 1: ValueError: one\n  also: rank 2: two; {COPY}\n  also: rank 3: ValueError: three"
     assert [seen for seen, _ in results] == [("ReshardError", text, 1)] * 4
 
 
 def test_the_same_fault_on_all_ranks_is_told_once() -> None:
     results = run_ranks(3, fail_on, dict.fromkeys(range(3), CheckpointUnsound("torn", path="/x")))
-    assert {seen[1].splitlines()[0] for seen, _ in results} == {"/x: torn"}
+    assert {seen[1].splitlines()[0] for seen, _ in results} == {f"/x: torn; {COPY}"}
     assert {len(seen[1].splitlines()) for seen, _ in results} == {1}
 
 

@@ -171,7 +171,11 @@ def _check_usage(
         if lr is not None or not choices.allow_global_batch_change:
             raise UsageError("lr_scaling goes with allow_global_batch_change=True and without lr", key="lr_scaling")
     if (lr is not None or lr_scaling is not None) and not state.optimizers:
-        raise UsageError("there is no optimizer in the TrainState to give a learning rate to", key="lr")
+        raise UsageError(
+            "there is no optimizer in the TrainState to give a learning rate to",
+            key="lr",
+            hint="pass TrainState(optimizer=...)",
+        )
 
 
 def _require(name: str, value: object, allowed: Sequence[str]) -> None:
