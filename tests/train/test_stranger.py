@@ -250,3 +250,13 @@ def test_a_tensor_that_has_no_bytes_is_named(tmp_path: Path) -> None:
     metric.value = torch.eye(2).to_sparse()
     with pytest.raises(ReshardError, match=r"extra.m.value: a tensor that cannot be saved"):
         save_state(tmp_path, TrainState(linear(), extra={"m": metric}))
+
+
+@pytest.mark.parametrize("pattern", ["1.*", "model.1.*"])
+def test_a_tensor_that_may_be_missing_is_named_bare_or_as_messages_spell_it(tmp_path: Path, pattern: str) -> None:
+    save_state(tmp_path, TrainState(nn.Sequential(linear())))
+    larger = nn.Sequential(linear(), nn.Linear(2, 2))
+    with pytest.raises(ReshardError, match=r"model\.1\.weight: not in the checkpoint"):
+        load_state(tmp_path, TrainState(larger))
+    report = load_state(tmp_path, TrainState(larger), allow_missing=[pattern])
+    assert report.missing == ["model.1.weight", "model.1.bias"]

@@ -48,7 +48,7 @@ def match_groups(
     held = {fqn for group in live for fqn in group[PARAMS]}
     known = {fqn: number for number, group in enumerate(saved) for fqn in group[PARAMS]}
     for fqn in sorted(known.keys() - held):
-        if not leniency.may_ignore(fqn):
+        if not leniency.may_ignore(fqn, "optim.state."):
             faults.add(
                 f"optim.state.{fqn}: the saved optimizer has this parameter, the run's does not",
                 "allow_unexpected=[name] drops its moments",

@@ -37,11 +37,13 @@ class Leniency:
             if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise UsageError("a list of names", key=name, expected=f"such as [{str(patterns)!r}]", found=patterns)
 
-    def may_miss(self, name: str) -> bool:
-        return _matches(name, self.missing)
+    def may_miss(self, name: str, root: str = "") -> bool:
+        """Whether the checkpoint may lack a part, or an FQN: bare, or below ``root`` as messages spell it."""
+        return _matches(name, self.missing) or _matches(root + name, self.missing)
 
-    def may_ignore(self, name: str) -> bool:
-        return _matches(name, self.unexpected)
+    def may_ignore(self, name: str, root: str = "") -> bool:
+        """Whether the checkpoint may have it and the run not; likewise."""
+        return _matches(name, self.unexpected) or _matches(root + name, self.unexpected)
 
 
 @dataclass
@@ -102,7 +104,10 @@ def match_tensors(
     tied = _tied(aliases)
     missing = [fqn for fqn in live if fqn not in stored and not tied.get(fqn, set()) & stored.keys()]
     unexpected = [fqn for fqn in stored if fqn not in live]
-    passed = Passed([n for n in missing if leniency.may_miss(n)], [n for n in unexpected if leniency.may_ignore(n)])
+    passed = Passed(
+        [fqn for fqn in missing if leniency.may_miss(fqn, "model.")],
+        [fqn for fqn in unexpected if leniency.may_ignore(fqn, "model.")],
+    )
     refused = [fqn for fqn in unexpected if fqn not in passed.unexpected]
     for fqn in missing:
         if fqn in passed.missing:

@@ -144,7 +144,7 @@ def plan_optimizer(
     parameters = live.parameters
     for fqn in sorted(source.inventory.optimizer.keys() - set(parameters)):
         known_by_group = any(fqn in group[PARAMS] for group in saved_groups)
-        if not known_by_group and not choices.leniency.may_ignore(fqn):
+        if not known_by_group and not choices.leniency.may_ignore(fqn, "optim.state."):
             faults.add(
                 f"optim.state.{fqn}: in the checkpoint, not in the run's optimizer",
                 "allow_unexpected=[name] drops its moments",
