@@ -396,7 +396,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_is_asked(tmp_path: Path, numbe
         # The marker tells how the last attempt ended: the next one takes it away.
         assert after == [ATTEMPT_FILE, "step-6"]
         assert resumed == 6
-    first, *_, last = results[0][-1]
+    first, *_, last = [line for line in results[0][-1] if " holds " not in line]
     assert first == "INFO asked to stop: saving step 6"
     assert last == f"INFO stopped at step 6 on {number.name}"
 
@@ -504,7 +504,9 @@ def test_a_step_that_cannot_be_deleted_does_not_end_the_run(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"interval": 1, "keep_latest_k": 0}])
 def test_numbers_that_make_no_sense(tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(reshard.ReshardError, match="interval and keep_latest_k are at least 1"):
+    with pytest.raises(
+        reshard.ReshardError, match=r"(interval|keep_latest_k): not a count: expected an int of at least 1, found 0"
+    ):
         Checkpointer(tmp_path, reshard.TrainState(lab.Net()), **options)
     assert names(tmp_path) == []
 
