@@ -106,8 +106,8 @@ def test_several_optimizers_by_name(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, 1)
     assert manifest["lr"] == [0.1, 0.2, 0.2]
     assert manifest["optimizers"] == {
-        "body": {"class": "AdamW", "groups": [0], "parameters": 2, "with_state": 2},
-        "head": {"class": "SGD", "groups": [1, 2], "parameters": 2, "with_state": 2},
+        "body": {"class": "AdamW", "groups": [0], "parameters": 2, "with_state": 2, "empty": []},
+        "head": {"class": "SGD", "groups": [1, 2], "parameters": 2, "with_state": 2, "empty": []},
     }
     fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     again = {
