@@ -74,7 +74,7 @@ def test_the_manifest_says_what_the_run_was(tmp_path: Path) -> None:
     assert manifest["lr"] == [pytest.approx(cosine, abs=1e-15)]
     count = len(dict(lab.Net().named_parameters()))
     assert manifest["optimizers"] == {
-        "optimizer": {"class": "AdamW", "groups": [0], "parameters": count, "with_state": count}
+        "optimizer": {"class": "AdamW", "groups": [0], "parameters": count, "with_state": count, "empty": []}
     }
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["versions"].keys() == {"reshard", "torch", "numpy", "python"}
