@@ -31,7 +31,7 @@ def load_model_tensors(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
     """
     state = _state_dict(model)
     names = canonical_names(state)
-    with fsdp1.sharded_state(model) if fsdp1.is_fsdp1(model) else contextlib.nullcontext():
+    with _sharded_state(model):
         model.load_state_dict({key: tensors.get(names[key], value) for key, value in state.items()})
 
 
@@ -105,8 +105,13 @@ def _device(tensor: Any) -> torch.device:
     return torch.device(tensor.device)
 
 
+def _sharded_state(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, the model's state dict speaks shards: FSDP1 has to be asked, the others do so anyway."""
+    return fsdp1.sharded_state(model) if fsdp1.is_fsdp1(model) else contextlib.nullcontext()
+
+
 def _state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """The model's own state dict, of sharded parameters; those that the model holds now are sharded too."""
     reshard_parameters(model)
-    with fsdp1.sharded_state(model) if fsdp1.is_fsdp1(model) else contextlib.nullcontext():
+    with _sharded_state(model):
         return model.state_dict()
