@@ -45,11 +45,12 @@ class StoredState:
             CheckpointUnsound: it is absent, damaged, or names what it should not.
         """
         metadata = dcp_metadata.read(folder)
+        index = metadata.index
         tensors = {
-            key: TensorSpec(torch.Size(entry.shape), _dtype(entry.dtype, key, folder))
-            for key, entry in metadata.tensors.items()
+            key: TensorSpec(torch.Size(shape), _dtype(dtype, key, folder))
+            for key, dtype, shape in zip(index.names, index.dtypes, index.shapes, strict=True)
         }
-        return cls(folder, tensors, metadata.objects, metadata.paths)
+        return cls(folder, tensors, frozenset(index.objects), metadata.paths)
 
     @property
     def keys(self) -> set[str]:

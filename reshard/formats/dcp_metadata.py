@@ -33,64 +33,36 @@ and keys are written here and nowhere else: without this file the ``.distcp`` fi
 
 from __future__ import annotations
 
+import gc
 import os
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import unpickle
 from reshard.formats.unpickle import StandIn
+from reshard.index.dtypes import ITEM_BYTES, REFUSED
+from reshard.index.index import ARCHIVE, Index, IndexBuilder, Place
 
 FILE_NAME = ".metadata"
 
 
-class StoredChunk(NamedTuple):
-    """A box of a tensor and the bytes of the ``torch.save`` archive that holds it."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    offset_bytes: int
-    length_bytes: int
-
-
-class Extent(NamedTuple):
-    """A byte range of one file, and the flat key whose bytes it holds."""
-
-    offset_bytes: int
-    length_bytes: int
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as recorded: torch's name of the dtype (``bfloat16``), the global shape, the chunks in file order.
-
-    A chunk of no elements for which nothing was stored is left out.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DcpMetadata:
     """What a DCP checkpoint holds and where each byte of it lies.
 
     Attributes:
-        tensors: by flat key.
-        objects: flat keys of what is not a tensor.
+        index: tensors and objects by flat key; a chunk of no elements for which nothing was stored is left out.
         paths: flat key -> path in the nested state; empty where the stock planner did not record it.
-        extents: file, relative to the folder -> its byte ranges in order.
         transforms: stream transforms that the bytes went through; where there are any, a byte range is not an archive.
     """
 
-    tensors: dict[str, StoredTensor]
-    objects: frozenset[str]
+    index: Index
     paths: dict[str, tuple[str | int, ...]]
-    extents: dict[str, list[Extent]]
     transforms: frozenset[str] = frozenset()
 
 
@@ -107,12 +79,17 @@ def read(folder: str | os.PathLike[str]) -> DcpMetadata:
 
 def read_file(path: str | os.PathLike[str]) -> DcpMetadata:
     """As ``read``, for a metadata file of any name, such as the ``__<rank>.metadata`` of a save without collectives."""
+    with _without_garbage_collection():
+        return _read_file(Path(path))
+
+
+def _read_file(path: Path) -> DcpMetadata:
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") as file:
             root = unpickle.read(file, _ALLOWED, path=path)
     except (FileNotFoundError, NotADirectoryError):
         hint = "the save was not finished, or the files of rank 0 are on another machine's disk"
-        if any(Path(path).parent.glob("__*.metadata")):
+        if any(path.parent.glob("__*.metadata")):
             hint = "the save ran with use_collectives=False, which leaves a __<rank>.metadata per rank: merge them all"
         raise CheckpointUnsound("missing", path=path, hint=hint) from None
     except OSError as error:
@@ -169,13 +146,7 @@ def _layout(name: object) -> object:
     return name
 
 
-_DTYPE_NAMES = """
-float64 float32 float16 bfloat16 complex32 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64
-float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 qint32 quint8 quint4x2
-quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 uint1 uint2 uint3 uint4 uint5 uint6 uint7
-int1 int2 int3 int4 int5 int6 int7
-"""
-_DTYPES = frozenset(_DTYPE_NAMES.split())
+_DTYPES = frozenset(ITEM_BYTES) | REFUSED
 
 _DCP = "torch.distributed.checkpoint"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
@@ -211,28 +182,39 @@ class _Contradiction(Exception):
 
 @dataclass
 class _Storage:
-    """``storage_data``, by chunk and by file."""
+    """``storage_data``: (flat key, offsets) -> which entry it is, and file number, start and length of each entry."""
 
-    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
-    extents: dict[str, list[Extent]]
+    entries: dict[tuple[str, tuple[int, ...] | None], int]
+    places: array[int]
     transforms: set[str]
 
+    def place(self, key: str, offsets: tuple[int, ...] | None) -> tuple[int, int, int] | None:
+        entry = self.entries.get((key, offsets))
+        if entry is None:
+            return None
+        file, start, length = self.places[3 * entry : 3 * entry + 3]
+        return file, start, length
 
-def _contents(root: object, path: str | os.PathLike[str]) -> DcpMetadata:
+
+def _contents(root: object, path: Path) -> DcpMetadata:
     metadata = _expect(root, _Metadata)
-    storage = _storage(_expect(metadata.storage_data, dict))
-    tensors: dict[str, StoredTensor] = {}
-    objects: set[str] = set()
+    builder = IndexBuilder(path.parent, ARCHIVE)
+    storage = _storage(_expect(metadata.storage_data, dict), builder)
     lost: list[str] = []
+    objects: list[str] = []
     for key, entry in _expect(metadata.state_dict_metadata, dict).items():
         _expect(key, str)
         if type(entry) is _TensorStorage:
-            tensors[key] = _tensor(key, entry, storage, lost)
+            _add_tensor(key, entry, storage, builder, lost)
             continue
         _expect(entry, _BytesStorage)
-        objects.add(key)
-        if (key, None) not in storage.places:
+        objects.append(key)
+    files = list(builder.files)
+    for key in objects:
+        if (place := storage.place(key, None)) is None:
             lost.append(f"{key}: no bytes are recorded for this object")
+        else:
+            builder.objects[key] = Place(files[place[0]], place[1], place[2])
     if lost:
         raise CheckpointUnsound(
             "lists what was never stored",
@@ -241,47 +223,45 @@ def _contents(root: object, path: str | os.PathLike[str]) -> DcpMetadata:
             details=lost,
         )
     paths = _paths(getattr(metadata, "planner_data", None))
-    return DcpMetadata(tensors, frozenset(objects), paths, storage.extents, frozenset(storage.transforms))
+    return DcpMetadata(builder.build(), paths, frozenset(storage.transforms))
 
 
-def _storage(entries: dict[object, object]) -> _Storage:
-    storage = _Storage({}, {}, set())
-    checked: set[str] = set()
-    for index, info in entries.items():
+def _storage(entries: dict[object, object], builder: IndexBuilder) -> _Storage:
+    storage = _Storage({}, array("q"), set())
+    numbers: dict[str, int] = {}
+    for number, (index, info) in enumerate(entries.items()):
         key = _expect(_expect(index, _Index).fqn, str)
         offsets = getattr(index, "offset", None)
         info = _expect(info, _StorageInfo)
         file = _expect(info.relative_path, str)
-        if file not in checked:
+        if file not in numbers:
             _check_inside(file)
-            checked.add(file)
-        offset_bytes, length_bytes = _counts((info.offset, info.length), key)
-        place = (file, offset_bytes, length_bytes)
-        storage.places[key, None if offsets is None else _counts(offsets, key)] = place
-        storage.extents.setdefault(file, []).append(Extent(offset_bytes, length_bytes, key))
+            numbers[file] = builder.file(file)
+        start, length = _counts((info.offset, info.length), key)
+        storage.places.extend((numbers[file], start, length))
+        storage.entries[key, None if offsets is None else _counts(offsets, key)] = number
         if (transforms := getattr(info, "transform_descriptors", None)) is not None:
             storage.transforms.update(_expect(name, str) for name in _expect(transforms, list))
-    for extents in storage.extents.values():
-        extents.sort()
     return storage
 
 
-def _tensor(key: str, entry: _TensorStorage, storage: _Storage, lost: list[str]) -> StoredTensor:
+def _add_tensor(key: str, entry: _TensorStorage, storage: _Storage, builder: IndexBuilder, lost: list[str]) -> None:
     dtype = _expect(entry.properties, _Properties).dtype
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _Contradiction(f"{key}: no dtype")
     shape = _counts(entry.size, key)
-    chunks: list[StoredChunk] = []
+    if len(shape) > _MOST_DIMS:
+        raise _Contradiction(f"{key}: {len(shape)} dims")
+    builder.tensor(key, dtype, shape)
     for chunk in _expect(entry.chunks, list):
         offsets, sizes = _counts(_expect(chunk, _Chunk).offsets, key), _counts(chunk.sizes, key)
         if not len(offsets) == len(sizes) == len(shape):
             raise _Contradiction(f"{key}: a chunk of {sizes} at {offsets} in a tensor of {shape}")
-        place = storage.places.get((key, offsets))
+        place = storage.place(key, offsets)
         if place is not None:
-            chunks.append(StoredChunk(offsets, sizes, *place))
+            builder.chunk(offsets, sizes, place)
         elif 0 not in sizes:
             lost.append(f"{key}: no bytes are recorded for the chunk of {sizes} at {offsets}")
-    return StoredTensor(dtype, shape, tuple(chunks))
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
@@ -303,12 +283,18 @@ def _check_inside(file: str) -> None:
 
 
 def _counts(value: object, key: str) -> tuple[int, ...]:
-    if type(value) is tuple and all(type(count) is int and 0 <= count < _TOO_LARGE for count in value):
-        return value
+    if type(value) is tuple:
+        for count in value:
+            if type(count) is not int or not 0 <= count < _TOO_LARGE:
+                break
+        else:
+            return value
     raise _Contradiction(f"{key}: an offset or a length that is not one")
 
 
-_TOO_LARGE = 1 << 63
+# The end of a range, and a product of two sizes of a sound tensor, must fit 64 bits.
+_TOO_LARGE = 1 << 62
+_MOST_DIMS = 64
 _T = TypeVar("_T")
 
 
@@ -316,3 +302,15 @@ def _expect(value: object, kind: type[_T]) -> _T:
     if type(value) is not kind:
         raise _Contradiction(f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of objects without a cycle among them: looking for cycles doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from reshard.errors import CheckpointUnsound, ReshardError, UnsafePickle
 from reshard.formats import dcp_metadata
-from reshard.formats.dcp_metadata import Extent, StoredChunk
+from reshard.index.index import Chunk, Extent
 
 DATA = Path(__file__).parent.parent / "data" / "dcp_metadata"
 
@@ -56,21 +56,21 @@ def stock(path: Path) -> Metadata:
 def assert_same_as_stock(found: dcp_metadata.DcpMetadata, expected: Metadata) -> None:
     entries = expected.state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    assert found.objects == entries.keys() - tensors.keys()
-    assert found.tensors.keys() == tensors.keys()
+    assert found.index.objects.keys() == entries.keys() - tensors.keys()
+    assert found.index.names == list(tensors)
     for key, entry in tensors.items():
-        tensor = found.tensors[key]
+        tensor = found.index.tensor(key)
         assert (f"torch.{tensor.dtype}", tensor.shape) == (str(entry.properties.dtype), tuple(entry.size))
         places = [expected.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in entry.chunks]
         assert tensor.chunks == tuple(
-            StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+            Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
             for chunk, place in zip(entry.chunks, places, strict=True)
         )
         assert all(type(chunk.offsets) is tuple for chunk in tensor.chunks)
     by_file: dict[str, list[Extent]] = {}
     for index, place in expected.storage_data.items():
         by_file.setdefault(place.relative_path, []).append(Extent(place.offset, place.length, index.fqn))
-    assert found.extents == {file: sorted(extents) for file, extents in by_file.items()}
+    assert found.index.extents() == {file: sorted(extents) for file, extents in by_file.items()}
     assert found.paths == (expected.planner_data or {})
 
 
@@ -78,8 +78,8 @@ def test_agrees_with_torch_on_its_own_checkpoint(saved: Path) -> None:
     found = dcp_metadata.read(saved)
     assert_same_as_stock(found, stock(saved / ".metadata"))
     assert found.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
-    assert found.tensors["model.half"].dtype == "bfloat16"
-    assert found.tensors["optim.state.a.weight.step"].shape == ()
+    assert found.index.tensor("model.half").dtype == "bfloat16"
+    assert found.index.tensor("optim.state.a.weight.step").shape == ()
     assert not found.transforms
 
 
@@ -89,9 +89,10 @@ def test_agrees_with_torch_on_what_others_wrote(path: Path) -> None:
 
 
 def test_chunks_of_ranks_without_rows_are_kept() -> None:
-    tensor = dcp_metadata.read_file(DATA / "torch_2_4_rank_without_rows.metadata").tensors["model.small"]
+    index = dcp_metadata.read_file(DATA / "torch_2_4_rank_without_rows.metadata").index
+    tensor = index.tensor("model.small")
     assert [chunk.offsets for chunk in tensor.chunks] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert tensor.chunks[3].shape == (0, 24)
+    assert tensor.chunks[3].sizes == (0, 24)
 
 
 def test_every_dtype_of_torch_is_known(tmp_path: Path) -> None:
@@ -101,8 +102,8 @@ def test_every_dtype_of_torch_is_known(tmp_path: Path) -> None:
         {str(dtype): TensorStorageMetadata(TensorProperties(dtype), torch.Size(), []) for dtype in dtypes}
     )
     metadata.storage_data = {}
-    tensors = read(tmp_path, metadata).tensors
-    assert {f"torch.{tensor.dtype}" for tensor in tensors.values()} == set(tensors)
+    index = read(tmp_path, metadata).index
+    assert [f"torch.{dtype}" for dtype in index.dtypes] == index.names
 
 
 def test_the_spelling_of_torch_2_2(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_needs_no_torch(saved: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from reshard.formats import dcp_metadata\n"
-        "print(sorted(dcp_metadata.read(sys.argv[1]).extents))"
+        "print(dcp_metadata.read(sys.argv[1]).index.files)"
     )
     result = subprocess.run([sys.executable, "-c", code, saved], capture_output=True, text=True, check=True)
     assert json.loads(result.stdout.replace("'", '"')) == ["__0_0.distcp"]
@@ -149,7 +150,7 @@ def read(folder: Path, metadata: object) -> dcp_metadata.DcpMetadata:
 
 
 def test_extents_are_in_order(tmp_path: Path) -> None:
-    extents = read(tmp_path, tiny()).extents
+    extents = read(tmp_path, tiny()).index.extents()
     assert extents == {"__0_0.distcp": [Extent(0, 10, "w"), Extent(10, 5, "lr"), Extent(15, 10, "w")]}
 
 
@@ -167,7 +168,7 @@ def test_a_file_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None
 
 
 def test_a_subfolder_is_fine(tmp_path: Path) -> None:
-    assert "sub/..x.distcp" in read(tmp_path, tiny(second=_StorageInfo("sub/..x.distcp", 0, 10))).extents
+    assert "sub/..x.distcp" in read(tmp_path, tiny(second=_StorageInfo("sub/..x.distcp", 0, 10))).index.files
 
 
 def test_chunks_and_objects_without_bytes_are_all_named(tmp_path: Path) -> None:

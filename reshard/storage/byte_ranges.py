@@ -1,0 +1,136 @@
+"""Byte ranges of files, read by position: no file pointer is shared, so any number of threads may read at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from reshard.errors import CheckpointUnsound
+from reshard.storage.durable import storage_errors
+
+MOST_OPEN_FILES = 256
+# The kernel takes no more pieces in one call (IOV_MAX).
+MOST_PIECES = 1024
+
+
+class SourceFiles:
+    """Numbered files that are read from, opened when first needed and closed when too many are open.
+
+    Attributes:
+        bytes_read: by all calls so far.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._descriptors: OrderedDict[int, int] = OrderedDict()
+        self._users: dict[int, int] = {}
+
+    def __enter__(self) -> SourceFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes every file; reading opens them again."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def read(self, file: int, start: int, length: int) -> bytearray:
+        """The bytes [start, start + length).
+
+        Raises:
+            CheckpointUnsound: the file is missing or ends before.
+            StorageError: the file system failed to read it.
+        """
+        data = bytearray(length)
+        self.read_into(file, start, [memoryview(data)])
+        return data
+
+    def read_into(self, file: int, start: int, pieces: Sequence[memoryview]) -> None:
+        """Fills ``pieces`` one after the other with the bytes from ``start`` on.
+
+        Raises:
+            CheckpointUnsound: the file is missing or ends before.
+            StorageError: the file system failed to read it.
+        """
+        with self._descriptor(file) as descriptor:
+            for group in range(0, len(pieces), MOST_PIECES):
+                start = self._fill(file, descriptor, start, list(pieces[group : group + MOST_PIECES]))
+
+    def size_bytes(self, file: int) -> int:
+        """How long the file is.
+
+        Raises:
+            CheckpointUnsound, StorageError: as `read`.
+        """
+        with self._descriptor(file) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def _fill(self, file: int, descriptor: int, start: int, pieces: list[memoryview]) -> int:
+        while pieces:
+            with storage_errors("read", self.paths[file]):
+                count = os.preadv(descriptor, pieces, start)
+            if count == 0 and any(len(piece) for piece in pieces):
+                raise self._cut_short(file, descriptor, start + sum(map(len, pieces)))
+            start += count
+            with self._lock:
+                self.bytes_read += count
+            while pieces and count >= len(pieces[0]):
+                count -= len(pieces.pop(0))
+            if pieces:
+                pieces[0] = pieces[0][count:]
+        return start
+
+    def _cut_short(self, file: int, descriptor: int, needed: int) -> CheckpointUnsound:
+        found = os.fstat(descriptor).st_size
+        return CheckpointUnsound(
+            "cut short", path=self.paths[file], expected=f"at least {needed} bytes", found=f"{found} bytes"
+        )
+
+    @contextmanager
+    def _descriptor(self, file: int) -> Iterator[int]:
+        with self._lock:
+            descriptor = self._descriptors.get(file)
+            if descriptor is None:
+                descriptor = self._descriptors[file] = self._open(file)
+                self._close_idle()
+            self._descriptors.move_to_end(file)
+            self._users[file] = self._users.get(file, 0) + 1
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users[file] -= 1
+
+    def _open(self, file: int) -> int:
+        path = self.paths[file]
+        try:
+            with storage_errors("read", path):
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except Exception as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOENT, errno.ENOTDIR):
+                hint = (
+                    "copy it here, or name the folder that has it with --in (files of other nodes stay on their disks)"
+                )
+                raise CheckpointUnsound("missing", path=path, hint=hint) from None
+            raise
+
+    def _close_idle(self) -> None:
+        for file in list(self._descriptors):
+            if len(self._descriptors) <= MOST_OPEN_FILES:
+                return
+            if not self._users.get(file):
+                os.close(self._descriptors.pop(file))
