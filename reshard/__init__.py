@@ -14,6 +14,8 @@ from reshard.errors import ReshardError
 if TYPE_CHECKING:
     from reshard.batch.plan import BatchPlan
     from reshard.cluster.signals import StopSignal
+    from reshard.formats.checkpoint import Checkpoint
+    from reshard.formats.opening import open_checkpoint
     from reshard.train.accumulate import StepResult, accumulate
     from reshard.train.checkpointer import Checkpointer
     from reshard.train.exact import exact
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BatchPlan": "reshard.batch.plan",
+    "Checkpoint": "reshard.formats.checkpoint",
     "Checkpointer": "reshard.train.checkpointer",
     "ElasticSampler": "reshard.train.sampler",
     "LoadReport": "reshard.train.resume.report",
@@ -47,11 +50,13 @@ _HOMES = {
     "exact": "reshard.train.exact",
     "export_weights": "reshard.train.export",
     "load_state": "reshard.train.resume.load",
+    "open_checkpoint": "reshard.formats.opening",
     "save_state": "reshard.train.save",
 }
 
 __all__ = [
     "BatchPlan",
+    "Checkpoint",
     "Checkpointer",
     "ElasticSampler",
     "LoadReport",
@@ -68,6 +73,7 @@ __all__ = [
     "exact",
     "export_weights",
     "load_state",
+    "open_checkpoint",
     "save_state",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import uuid
 
 from reshard.errors import UsageError
@@ -54,6 +55,29 @@ def ranks_per_node(world_size: int) -> int:
     """Ranks on this node, as torchrun says; all of them where nothing says otherwise."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(value) if value.isdigit() and int(value) > 0 else world_size
+
+
+def launched_as() -> tuple[int, int, str]:
+    """Rank, number of ranks and a name of the launch that they have in common, as torchrun says; (0, 1, ...) without.
+
+    Raises:
+        UsageError: the variables contradict each other.
+    """
+    names = ("RANK", "WORLD_SIZE")
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
+        return 0, 1, _random_name()
+    if not all(value.isdigit() for value in values) or not int(values[0]) < int(values[1]):
+        raise UsageError("not a rank of a launch", key=" ".join(names), found=" ".join(map(repr, values)))
+    # The restart count, because the ranks that torchrun restarts must not go by what the ones before left.
+    parts = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT")
+    name = "-".join(os.environ.get(part, "") for part in parts)
+    return int(values[0]), int(values[1]), re.sub(r"[^A-Za-z0-9.]+", "-", name)[:100]
+
+
+def is_follower() -> bool:
+    """Whether another process of the same launch, rank 0, speaks for this one."""
+    return os.environ.get("RANK", "0") != "0"
 
 
 def want_deterministic_cublas() -> None:

@@ -151,6 +151,7 @@ def test_torch_loads_weights_only() -> None:
 def test_public_names_are_frozen() -> None:
     assert sorted(reshard.__all__) == [
         "BatchPlan",
+        "Checkpoint",
         "Checkpointer",
         "ElasticSampler",
         "LoadReport",
@@ -167,6 +168,7 @@ def test_public_names_are_frozen() -> None:
         "exact",
         "export_weights",
         "load_state",
+        "open_checkpoint",
         "save_state",
     ]
     for name in reshard.__all__:
@@ -190,7 +192,10 @@ def test_the_command_line_is_frozen() -> None:
             "--micro-batch",
             "--world-size",
         ],
+        "check": ["--debug", "--deep", "--help", "--in", "--json"],
         "compare-traces": ["--debug", "--epsilon", "--force", "--help", "--json", "--plot"],
+        "diff": ["--atol", "--debug", "--help", "--json", "--rtol"],
+        "inspect": ["--debug", "--help", "--in", "--json", "--tree"],
     }
 
 

@@ -18,15 +18,16 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.cli import batch, traces
+from reshard.cli import batch, check, diff, inspect, offline, traces
 from reshard.cli.output import print_error
+from reshard.environment import is_follower
 from reshard.errors import ReshardError, UsageError
 
 EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_FAMILIES = (batch, traces)
+_FAMILIES = (batch, check, diff, inspect, offline, traces)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +94,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except ReshardError as error:
         if args.debug:
             traceback.print_exc()
-        print_error(error)
+        # Where several processes work together, all end with this error and the first one tells it.
+        if not (error.is_shared and is_follower()):
+            print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

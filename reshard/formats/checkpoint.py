@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Part = Box | slice | Sequence[slice] | None
+Observer = Callable[[int, memoryview], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Checkpoint:
         payloads: where the elements of chunks lie, as far as it is known.
         locate: makes ``payloads`` known for an array of chunk rows.
         metadata_files: what describes the tensors: to be there, and referenced by nothing.
+        version: of the format, where the files record it.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class Checkpoint:
     locate: Callable[[Int], None]
     values: dict[str, Any] = field(default_factory=dict)
     metadata_files: tuple[str, ...] = ()
+    version: str | None = None
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -102,7 +105,7 @@ class Checkpoint:
         box = Box.within(self.index.shapes[number], part)
         dtype = self.index.dtypes[number]
         item_bytes(dtype, name, self.path)
-        out = np.empty(box.sizes, dtype=raw(dtype))
+        out = _room(box.sizes, raw(dtype), self.path, name)
         covered = 0
         rows = self._overlapping(number, box)
         self.locate(rows)
@@ -123,7 +126,7 @@ class Checkpoint:
             )
         return out
 
-    def read_chunk(self, row: int, box: Box) -> NDArray[np.generic]:
+    def read_chunk(self, row: int, box: Box, observe: Observer | None = None) -> NDArray[np.generic]:
         """A part of one located chunk, counted from the chunk's own start, as opaque numbers in row-major order."""
         index = self.index
         dtype = raw(index.dtypes[int(index.owner[row])])
@@ -131,7 +134,7 @@ class Checkpoint:
         strides = self.payloads.strides.get(row) or row_major_strides(sizes)
         start = int(self.payloads.start_bytes[row])
         file = int(index.file[row])
-        return read_strided(self.files, file, start, dtype, strides, box)
+        return read_strided(self.files, file, start, dtype, strides, box, observe)
 
     def object_bytes(self, key: str) -> bytes:
         """The stored bytes of what is not a tensor: in DCP, a ``torch.save`` archive."""
@@ -158,8 +161,21 @@ class Checkpoint:
         return first + np.flatnonzero((shared > 0).all(axis=1))
 
 
+def _room(shape: Sequence[int], dtype: np.dtype[np.generic], path: Path, key: str) -> NDArray[np.generic]:
+    try:
+        return np.empty(shape, dtype=dtype)
+    except (MemoryError, ValueError) as error:
+        raise UsageError("too large for this machine's memory", path=path, key=key, found=error) from error
+
+
 def read_strided(
-    files: SourceFiles, file: int, start: int, dtype: np.dtype[np.generic], strides: Sequence[int], box: Box
+    files: SourceFiles,
+    file: int,
+    start: int,
+    dtype: np.dtype[np.generic],
+    strides: Sequence[int],
+    box: Box,
+    observe: Observer | None = None,
 ) -> NDArray[np.generic]:
     """A box of elements that lie in a file at the given strides (in elements), in row-major order.
 
@@ -168,6 +184,7 @@ def read_strided(
     Args:
         start: byte of the element at the origin.
         box: counted from the origin.
+        observe: told of each stretch: byte of the file, content.
     """
     width = dtype.itemsize
     if not box.elements:
@@ -186,7 +203,10 @@ def read_strided(
     view = content.view(np.uint8).data
     step = stretch * width
     for number, offset in enumerate(starts.tolist()):
-        files.read_into(file, begin + offset * width, [view[number * step : (number + 1) * step]])
+        stretch_bytes = view[number * step : (number + 1) * step]
+        files.read_into(file, begin + offset * width, [stretch_bytes])
+        if observe is not None:
+            observe(begin + offset * width, stretch_bytes)
     # The stretches are the last dims in memory order; back to the order of the tensor.
     in_memory = content.reshape([box.sizes[dim] for dim in dims])
     back = [dims.index(dim) for dim in sorted(dims)]

@@ -1,4 +1,4 @@
-"""Opens a DCP checkpoint folder: ``.metadata`` beside ``.distcp`` files, with or without a manifest."""
+"""Opens a DCP checkpoint folder: ``.metadata``, or that of every rank, beside ``.distcp`` files; a manifest or none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats import dcp_metadata, manifest
+from reshard.formats import dcp_metadata, dcp_ranks, manifest
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp_payloads import DcpPayloads
 from reshard.storage.byte_ranges import SourceFiles
@@ -18,14 +18,15 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
     """Opens the checkpoint in a folder.
 
     Args:
-        folder: has the ``.metadata``.
+        folder: has the ``.metadata``, or a ``__<rank>.metadata`` where the save ran without collectives.
         also: further folders with some of its files, as nodes with disks of their own leave them.
 
     Raises:
         CheckpointUnsound: the metadata or the manifest is missing or damaged, or the files are compressed.
         StorageError: the file system failed to read them.
     """
-    metadata = dcp_metadata.read(folder)
+    ranks = {} if (folder / dcp_metadata.FILE_NAME).exists() else dcp_ranks.metadata_files([folder, *also])
+    metadata = dcp_ranks.read(folder, ranks) if ranks else dcp_metadata.read(folder)
     if metadata.transforms:
         raise CheckpointUnsound(
             "its bytes went through stream transforms",
@@ -45,7 +46,11 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
         files=files,
         payloads=payloads.known,
         locate=payloads.locate,
-        metadata_files=(dcp_metadata.FILE_NAME, manifest.FILE_NAME),
+        version=metadata.version,
+        metadata_files=(
+            *(path.name for path in ranks.values() or [folder / dcp_metadata.FILE_NAME]),
+            manifest.FILE_NAME,
+        ),
     )
 
 

@@ -59,11 +59,13 @@ class DcpMetadata:
         index: tensors and objects by flat key; a chunk of no elements for which nothing was stored is left out.
         paths: flat key -> path in the nested state; empty where the stock planner did not record it.
         transforms: stream transforms that the bytes went through; where there are any, a byte range is not an archive.
+        version: of the metadata, as torch records it since 2.7.
     """
 
     index: Index
     paths: dict[str, tuple[str | int, ...]]
     transforms: frozenset[str] = frozenset()
+    version: str | None = None
 
 
 def read(folder: str | os.PathLike[str]) -> DcpMetadata:
@@ -90,7 +92,10 @@ def _read_file(path: Path) -> DcpMetadata:
     except (FileNotFoundError, NotADirectoryError):
         hint = "the save was not finished, or the files of rank 0 are on another machine's disk"
         if any(path.parent.glob("__*.metadata")):
-            hint = "the save ran with use_collectives=False, which leaves a __<rank>.metadata per rank: merge them all"
+            hint = (
+                "the save ran with use_collectives=False, which leaves a __<rank>.metadata per rank: "
+                "rewrite it with reshard offline, which merges them"
+            )
         raise CheckpointUnsound("missing", path=path, hint=hint) from None
     except OSError as error:
         raise StorageError("cannot be read", path=path, found=error) from error
@@ -223,7 +228,10 @@ def _contents(root: object, path: Path) -> DcpMetadata:
             details=lost,
         )
     paths = _paths(getattr(metadata, "planner_data", None))
-    return DcpMetadata(builder.build(), paths, frozenset(storage.transforms))
+    version = getattr(metadata, "version", None)
+    return DcpMetadata(
+        builder.build(), paths, frozenset(storage.transforms), version if isinstance(version, str) else None
+    )
 
 
 def _storage(entries: dict[object, object], builder: IndexBuilder) -> _Storage:

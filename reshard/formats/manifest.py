@@ -1,6 +1,6 @@
 """``reshard.json``, the manifest beside a DCP checkpoint: all of the training state that is not a tensor.
 
-UTF-8 JSON, one object, with exactly these fields in format 2; a reader ignores any that it does not know::
+UTF-8 JSON, one object, with these fields in format 2; a reader ignores any that it does not know::
 
     format       2
     step         int >= 0
@@ -21,6 +21,8 @@ UTF-8 JSON, one object, with exactly these fields in format 2; a reader ignores 
                  empty has the paths (FQN, name, ...) of dictionaries in the state that are empty
     versions     {package: version}
     saved_at     ISO 8601
+    files        optional: {file: {"bytes": int, "records": str}}, the fingerprints of the files with the tensors
+                 (``reshard.formats.fingerprint``), by which a file of another save is found out
 
 States are tagged JSON (``reshard.formats.tagged``). NaN and Infinity, which are not JSON, and duplicate keys, of which
 parsers keep one or the other, are forbidden.
@@ -32,6 +34,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +78,7 @@ class Manifest:
     optimizers: dict[str, Json]
     versions: dict[str, str]
     saved_at: str
+    files: dict[str, dict[str, Any]] | None = None
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
@@ -89,6 +93,9 @@ def to_bytes(manifest: Manifest) -> bytes:
         UsageError: a field holds what JSON cannot.
     """
     fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    for name in _OPTIONAL_FIELDS:
+        if fields[name] is None:
+            del fields[name]
     for name, value in fields.items():
         _check_plain(name, value)
     return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode("ascii")
@@ -115,7 +122,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     fields = _parse(_content(path), path)
     _check_format(fields.get("format"), path)
     _check_fields(fields, path)
-    values = {name: fields[name] for name in _FIELDS}
+    values = {name: fields[name] for name in (*_FIELDS, *_OPTIONAL_FIELDS) if name in fields}
     values["world"] = World(**{name: fields["world"][name] for name in _WORLD_FIELDS})
     values["lr"] = [None if value is None else float(value) for value in fields["lr"]]
     return Manifest(**values)
@@ -183,6 +190,7 @@ def _check_fields(fields: dict[str, Any], path: Path) -> None:
     scopes: list[tuple[str, dict[str, Any], dict[str, _Check]]] = [("", fields, _FIELDS)]
     if type(world) is dict:
         scopes.append(("world.", world, _WORLD_FIELDS))
+    scopes.append(("", fields, {name: check for name, check in _OPTIONAL_FIELDS.items() if name in fields}))
     missing = [prefix + name for prefix, scope, checks in scopes for name in checks if name not in scope]
     if missing:
         hint = "the file is damaged or was edited: use an earlier checkpoint"
@@ -235,6 +243,13 @@ def _is_part(value: object) -> bool:
     return value in ("saved", "none")
 
 
+def _is_fingerprint(value: object) -> bool:
+    if type(value) is not dict or not _is_count(value.get("bytes")):
+        return False
+    records = value.get("records")
+    return type(records) is str and _CRC.fullmatch(records) is not None
+
+
 def _is_object(value: object) -> bool:
     return type(value) is dict
 
@@ -251,6 +266,7 @@ def _object_of(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: type(value) is dict and all(map(is_right, value.values()))
 
 
+_CRC = re.compile(r"[0-9a-f]{8}")
 _Check = tuple[str, Callable[[object], bool]]
 
 _WORLD_FIELDS: dict[str, _Check] = {
@@ -274,4 +290,7 @@ _FIELDS: dict[str, _Check] = {
     "optimizers": ("an object", _is_object),
     "versions": ("an object of strings", _object_of(_is_text)),
     "saved_at": ("a string", _is_text),
+}
+_OPTIONAL_FIELDS: dict[str, _Check] = {
+    "files": ("an object of bytes and 8 hex digits of records", _object_of(_is_fingerprint)),
 }

@@ -1,4 +1,4 @@
-"""The header of a safetensors file.
+"""The header of a safetensors file, read and written.
 
 ::
 
@@ -8,7 +8,8 @@
     the rest     the tensors' elements, little-endian, row-major
 
 The format forbids duplicate names, gaps between tensors, and bytes that no tensor has; a reader here insists on what
-makes bytes ambiguous (duplicates, overlaps, wrong lengths), and lets a gap pass.
+makes bytes ambiguous (duplicates, overlaps, wrong lengths), and lets a gap pass. A writer pads the header with spaces,
+so that the tensors begin at a multiple of 8. ``F4`` counts elements of half a byte in its last dim, torch counts pairs.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import CheckpointUnsound
+from reshard.errors import CheckpointUnsound, UsageError
 from reshard.index.dtypes import ITEM_BYTES
 
 MOST_HEADER_BYTES = 100_000_000
@@ -33,6 +34,13 @@ TORCH_NAMES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
 HEADER_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+
+METADATA_KEY = "__metadata__"
+# Bytes of a file that `looks_like_header` has to see.
+HEAD_BYTES = 9
+# What torch and numpy can have; a header that says more would only cost memory.
+_MOST_DIMS = 64
+_HALF_BYTES = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,15 @@ class Header:
     data_start: int
 
 
+def looks_like_header(head: bytes) -> bool:
+    """Whether a file that begins with ``head`` may be a safetensors file."""
+    return len(head) >= HEAD_BYTES and head[8:9] == b"{" and 2 <= _text_bytes(head) <= MOST_HEADER_BYTES
+
+
+def _text_bytes(head: bytes) -> int:
+    return int.from_bytes(head[:8], "little")
+
+
 def read_header(read: Callable[[int, int], bytes | bytearray], length_bytes: int) -> Header | None:
     """Reads the header; None where the bytes do not begin like one.
 
@@ -62,23 +79,23 @@ def read_header(read: Callable[[int, int], bytes | bytearray], length_bytes: int
     """
     if length_bytes < 10:
         return None
-    start = bytes(read(0, 9))
-    (header_bytes,) = struct.unpack_from("<Q", start)
-    if start[8:] != b"{" or not 2 <= header_bytes <= MOST_HEADER_BYTES:
+    head = bytes(read(0, HEAD_BYTES))
+    if not looks_like_header(head):
         return None
-    if 8 + header_bytes > length_bytes:
+    text_bytes = _text_bytes(head)
+    if 8 + text_bytes > length_bytes:
         raise CheckpointUnsound(
-            "cut short inside the safetensors header", expected=f"{8 + header_bytes} bytes", found=length_bytes
+            "cut short inside the safetensors header", expected=f"{8 + text_bytes} bytes", found=length_bytes
         )
     try:
-        fields = json.loads(bytes(read(8, header_bytes)).decode("utf-8"), object_pairs_hook=_unique)
-        return _header(fields, 8 + header_bytes, length_bytes)
+        fields = json.loads(bytes(read(8, text_bytes)).decode("utf-8"), object_pairs_hook=unique_fields)
+        return _header(fields, 8 + text_bytes, length_bytes)
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         raise CheckpointUnsound("not a sound safetensors header", found=f"{type(error).__name__}: {error}") from error
 
 
 def _header(fields: dict[str, Any], data_start: int, length_bytes: int) -> Header:
-    metadata = fields.pop("__metadata__", None) or {}
+    metadata = fields.pop(METADATA_KEY, None) or {}
     if not all(type(key) is str and type(value) is str for key, value in metadata.items()):
         raise ValueError("__metadata__ holds something other than strings")
     tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
@@ -88,11 +105,12 @@ def _header(fields: dict[str, Any], data_start: int, length_bytes: int) -> Heade
         if entry["dtype"] not in TORCH_NAMES:
             raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
         dtype = TORCH_NAMES[entry["dtype"]]
-        if dtype == "float4_e2m1fn_x2" and shape:
-            # Counted here in elements of half a byte, and by torch in pairs.
-            shape = (*shape[:-1], shape[-1] // 2)
-        if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)):
+        if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)):
             raise ValueError(f"{name}: a size or an offset that is not one")
+        if dtype == _HALF_BYTES:
+            if not shape or shape[-1] % 2:
+                raise ValueError(f"{name}: half a byte at the end of {shape} of {entry['dtype']}")
+            shape = (*shape[:-1], shape[-1] // 2)
         if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
             raise ValueError(f"{name}: {end - begin} bytes for {shape} of {entry['dtype']}")
         if data_start + end > length_bytes:
@@ -105,8 +123,51 @@ def _header(fields: dict[str, Any], data_start: int, length_bytes: int) -> Heade
     return Header(tensors, metadata, data_start)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a JSON object, for ``object_pairs_hook``.
+
+    Raises:
+        ValueError: a name stands there twice; JSON itself would silently keep the last.
+    """
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name twice")
     return fields
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """What stands before the tensors of a file, and the first byte of each in the file; they follow without gaps.
+
+    Args:
+        tensors: name, torch's dtype and shape, in the order of their bytes. Wide elements first keep all aligned.
+        metadata: strings to put under ``__metadata__``.
+
+    Raises:
+        UsageError: a dtype or a name that the format does not have, a name twice, or more names than fit a header.
+    """
+    fields: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    begins: list[int] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        if dtype not in HEADER_NAMES or (dtype == _HALF_BYTES and not shape):
+            hint = "leave it out, or convert to another format"
+            raise UsageError("safetensors has no name for this dtype", key=name, found=f"{dtype} of {shape}", hint=hint)
+        if name in fields or name == METADATA_KEY:
+            raise UsageError("safetensors has no room for a second entry of this name", key=name)
+        begins.append(end)
+        end += math.prod(shape) * ITEM_BYTES[dtype]
+        counted = [*shape[:-1], 2 * shape[-1]] if dtype == _HALF_BYTES else list(shape)
+        fields[name] = {"dtype": HEADER_NAMES[dtype], "shape": counted, "data_offsets": [begins[-1], end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER_BYTES:
+        raise UsageError(
+            "too many tensors for one safetensors file",
+            expected=f"a header of at most {MOST_HEADER_BYTES} bytes",
+            found=len(text),
+            hint="write several files, or convert to another format",
+        )
+    data_start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, [data_start + begin for begin in begins]

@@ -48,8 +48,14 @@ _END_FIELDS = struct.Struct("<4s4HIIH")
 _END64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 
 _MASK32 = 0xFFFFFFFF
+# Flags of records that are encrypted or patches, and of directories that are.
+_NOT_PLAIN = 1 | 1 << 5 | 1 << 6 | 1 << 13
+# The attribute, in DOS's terms, of a folder: readers find no data in it.
+_FOLDER = 0x10
 # Central headers of one tensor's archive take some 500 bytes; a folder name could make them longer.
 MOST_DIRECTORY_BYTES = 1 << 26
+# Of one tensor it takes some hundred bytes.
+_MOST_PICKLE_BYTES = 1 << 20
 
 Reader = Callable[[int, int], "bytes | bytearray"]
 """Reads (start, length) within the archive."""
@@ -194,6 +200,8 @@ def _unpickled(read: Reader, records: Mapping[str, Record], path: Path) -> Store
         raise _Fault("no data.pkl")
     require_little_endian(read, records, path)
     record = records["data.pkl"]
+    if record.length_bytes > _MOST_PICKLE_BYTES:
+        raise _Fault(f"a data.pkl of {record.length_bytes} bytes")
     data = io.BytesIO(bytes(read(record.start_bytes, record.length_bytes)))
     tensor = unpickle.read(data, TENSOR_CLASSES, path=path, persistent=persistent_storage)
     if not isinstance(tensor, Stored):
@@ -254,8 +262,10 @@ def _directory(read: Reader, length_bytes: int) -> dict[str, Record]:
         name, header_start, record, position = _central(data, position)
         record = _checked_local(read, name, header_start, record, directory_start)
         spans.append((header_start, record.start_bytes + record.length_bytes))
-        folder, _, inner = name.partition("/")
-        if inner in records or (spans[:-1] and not inner and not folder):
+        _, is_in_folder, inner = name.partition("/")
+        if not is_in_folder:
+            raise _Fault(f"the record {name!r} lies in no folder")
+        if inner in records:
             raise _Fault(f"the record {name!r} twice")
         records[inner] = record
     spans.sort()
@@ -274,7 +284,7 @@ def _end(read: Reader, length_bytes: int) -> tuple[int, int, int]:
     fields = _END_FIELDS.unpack(tail[-_END_FIELDS.size :])
     if fields[0] != _END:
         raise _Fault("does not end as a zip file does")
-    _, disk, _, _, count, directory_bytes, directory_start, comment_bytes = fields
+    _, disk, _, count_here, count, directory_bytes, directory_start, comment_bytes = fields
     if comment_bytes or disk not in (0, 0xFFFF):
         raise _Fault("a comment, or several disks")
     locator = tail[: -_END_FIELDS.size][-20:]
@@ -283,9 +293,14 @@ def _end(read: Reader, length_bytes: int) -> tuple[int, int, int]:
         if end64_start + _END64_FIELDS.size > length_bytes:
             raise _Fault("the zip64 end lies outside")
         fields64 = _END64_FIELDS.unpack(bytes(read(end64_start, _END64_FIELDS.size)))
-        if fields64[0] != _END64:
+        if fields64[0] != _END64 or fields64[1] < _END64_FIELDS.size - 12:
             raise _Fault("no zip64 end where the locator says")
-        count, directory_bytes, directory_start = fields64[7], fields64[8], fields64[9]
+        (disks,) = struct.unpack_from("<I", locator, 16)
+        if disks != 1 or fields64[4] or fields64[5]:
+            raise _Fault("several disks")
+        count_here, count, directory_bytes, directory_start = fields64[6:]
+    if count_here != count:
+        raise _Fault(f"{count_here} of its {count} records on this disk")
     return count, directory_bytes, directory_start
 
 
@@ -293,7 +308,7 @@ def _central(data: bytes, position: int) -> tuple[str, int, Record, int]:
     fields = _CENTRAL.unpack_from(data, position)
     if fields[0] != _CENTRAL_HEADER:
         raise _Fault("no record where the directory should have one")
-    method, crc, packed, length = fields[4], fields[7], fields[8], fields[9]
+    flags, method, crc, packed, length = fields[3], fields[4], fields[7], fields[8], fields[9]
     name_bytes, extra_bytes, comment_bytes, header_start = fields[10], fields[11], fields[12], fields[16]
     start = position + _CENTRAL.size
     end = start + name_bytes + extra_bytes + comment_bytes
@@ -304,6 +319,8 @@ def _central(data: bytes, position: int) -> tuple[str, int, Record, int]:
     length, packed, header_start = _zip64(extra, length, packed, header_start)
     if method != 0 or packed != length:
         raise _Fault(f"the record {name!r} is compressed or lies about its size")
+    if flags & _NOT_PLAIN or fields[13] or fields[15] & _FOLDER:
+        raise _Fault(f"the record {name!r} is encrypted, on another disk or a folder")
     return name, header_start, Record(-1, length, crc), end
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from reshard.geometry.box import Box
 
 Int = NDArray[np.int64]
+
+_MOST_CORNER_DIMS = 8
 
 
 def inexact_tensors(shapes: Int, first: Int, offsets: Int, sizes: Int) -> Int:
@@ -44,15 +47,23 @@ def inexact_tensors(shapes: Int, first: Int, offsets: Int, sizes: Int) -> Int:
     cut = np.zeros(shapes.shape, dtype=bool)
     np.logical_or.at(cut, owner, sizes != shapes[owner])
     cut[:, 0] |= ~cut.any(axis=1)
-    for dims in np.unique(cut[asked], axis=0):
+    for dims in _distinct(cut[asked], axis=0):
         chosen = asked & ~wrong & (cut == dims).all(axis=1)
         if not chosen.any():
             continue
         rows = chosen[owner]
         group = np.flatnonzero(dims)
+        if len(group) > _MOST_CORNER_DIMS:
+            wrong[_searched(np.flatnonzero(chosen), shapes, owner, offsets, sizes)] = True
+            continue
         faulty = _uneven(owner[rows], offsets[rows][:, group], ends[rows][:, group], chosen, shapes[:, group])
         wrong[faulty] = True
     return np.flatnonzero(wrong)
+
+
+def _distinct(values: NDArray[Any], axis: int | None = None) -> NDArray[Any]:
+    # Asked for nothing else, numpy imports numpy.ma first, which takes longer than the proof.
+    return np.unique(values, axis=axis, return_index=True)[0]
 
 
 def _uneven(owner: Int, offsets: Int, ends: Int, chosen: NDArray[np.bool_], shapes: Int) -> Int:
@@ -75,6 +86,17 @@ def _uneven(owner: Int, offsets: Int, ends: Int, chosen: NDArray[np.bool_], shap
     return np.unique(places[total != 0, 0])
 
 
+def _searched(tensors: Int, shapes: Int, owner: Int, offsets: Int, sizes: Int) -> list[int]:
+    """Those of some tensors that are not tiled, by search: of a box of 30 dims the corners alone fill the memory."""
+    faulty = []
+    for tensor in tensors.tolist():
+        rows = np.flatnonzero(owner == tensor)
+        boxes = [Box(tuple(o), tuple(s)) for o, s in zip(offsets[rows].tolist(), sizes[rows].tolist(), strict=True)]
+        if tiling_fault(shapes[tensor].tolist(), boxes) is not None:
+            faulty.append(tensor)
+    return faulty
+
+
 def _uneven_rows(owner: Int, low: Int, high: Int, sign: Int, lengths: Int) -> Int:
     base = np.concatenate([[0], np.cumsum(lengths + 1)])
     points = np.concatenate([base[owner] + low, base[owner] + high])
@@ -83,7 +105,7 @@ def _uneven_rows(owner: Int, low: Int, high: Int, sign: Int, lengths: Int) -> In
     weights = np.concatenate([sign, -sign])[order]
     starts = np.flatnonzero(np.concatenate([[True], points[1:] != points[:-1]]))
     unequal = np.add.reduceat(weights, starts) != 0
-    return np.unique(np.concatenate([owner, owner])[order][starts[unequal]])
+    return _distinct(np.concatenate([owner, owner])[order][starts[unequal]])
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

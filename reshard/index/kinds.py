@@ -6,7 +6,6 @@ Lightning's `state_dict.`, torchtitan's weights at the root, the bare names of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 WEIGHTS = "weights"
@@ -27,11 +26,17 @@ _OTHER_ROOTS = (
 def kind_of(key: str, shape: Sequence[int]) -> str:
     """The kind of a tensor with this key and global shape."""
     root, _, rest = key.partition(".")
-    if root in OPTIMIZER_ROOTS:
+    if is_optimizer(root):
         return _kind_in_optimizer(rest, shape)
     if root in _OTHER_ROOTS and rest:
         return OTHERS
     return WEIGHTS
+
+
+def is_optimizer(root: str) -> bool:
+    """Whether an optimizer's state lies under this first part of a key; Lightning numbers them, ``optimizer_0``."""
+    name, _, number = root.rpartition("_")
+    return root in OPTIMIZER_ROOTS or (name in OPTIMIZER_ROOTS and number.isdecimal())
 
 
 def _kind_in_optimizer(key: str, shape: Sequence[int]) -> str:
@@ -40,15 +45,15 @@ def _kind_in_optimizer(key: str, shape: Sequence[int]) -> str:
     name = key.rpartition(".")[2]
     if "master" in name or name.startswith("fp32"):
         return MASTERS
-    if name == "step" or math.prod(shape) <= 1 and not shape:
+    if name == "step" or not shape:
         return COUNTERS
     return MOMENTS
 
 
 def parameter_of(key: str, weights: frozenset[str] | set[str]) -> str | None:
-    """The key of the weight that a tensor of an optimizer's state belongs to, among `weights`; None where there is none."""
+    """Which of `weights` a tensor of an optimizer's state belongs to; None where none fits."""
     root, _, rest = key.partition(".")
-    if root not in OPTIMIZER_ROOTS:
+    if not is_optimizer(root):
         return None
     name = rest.removeprefix("state.").rpartition(".")[0]
     while name:

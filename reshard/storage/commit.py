@@ -171,6 +171,31 @@ def _check_vacant(final: Path) -> None:
         )
 
 
+def put_in_place(staged: Path, final: Path, aside: Path) -> None:
+    """Rename a durable folder to its final name; what has that name is set aside first, and deleted last.
+
+    A crash leaves the old folder, the new one, or for a moment neither of them but the old one as `aside`.
+
+    Raises:
+        StorageError: the file system refused. The old folder then has its name, or the new one has it and only the
+            clearing away failed.
+    """
+    if not os.path.lexists(final):
+        rename_durably(staged, final)
+        return
+    if os.path.lexists(aside):
+        move_to_trash(aside)
+    try:
+        rename_durably(final, aside)
+        rename_durably(staged, final)
+    except StorageError:
+        if os.path.lexists(aside) and not os.path.lexists(final):
+            with suppress(StorageError):
+                rename_durably(aside, final)
+        raise
+    move_to_trash(aside)
+
+
 @dataclass(frozen=True)
 class Stage:
     """The folder in which one attempt writes one step before it exists.
@@ -227,29 +252,12 @@ class Stage:
                 _check_vacant(final)
             fsync_tree(self.path)
             check_fence(self.run_dir, self.attempt)
-            if replace and os.path.lexists(final):
-                self._replace(final)
-            else:
-                rename_durably(self.path, final)
+            put_in_place(self.path, final, self._hidden(REPLACED))
         except StorageError:
             # A successor takes stages away, so "not found" here may be but the shadow of a lost run.
             check_fence(self.run_dir, self.attempt)
             raise
         return final
-
-    def _replace(self, final: Path) -> None:
-        aside = self._hidden(REPLACED)
-        if os.path.lexists(aside):
-            move_to_trash(aside)
-        try:
-            rename_durably(final, aside)
-            rename_durably(self.path, final)
-        except StorageError:
-            if os.path.lexists(aside) and not os.path.lexists(final):
-                with suppress(StorageError):
-                    rename_durably(aside, final)
-            raise
-        move_to_trash(aside)
 
     def discard(self) -> None:
         """Delete the stage; that it is not there is fine.

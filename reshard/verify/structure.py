@@ -7,13 +7,17 @@ hold, a manifest that is damaged or belongs to another step. What it cannot: fli
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import dcp_metadata, manifest
 from reshard.formats.unpickle import missing_data
-from reshard.index.index import Extent, Index
+from reshard.index.index import Index, Int
+from reshard.storage.durable import storage_errors
 from reshard.storage.steps import step_number
 
 
@@ -27,11 +31,93 @@ def structure_faults(folder: str | os.PathLike[str]) -> list[str]:
         metadata = dcp_metadata.read(folder)
     except CheckpointUnsound as error:
         return [*_lines(error), *_manifest_faults(Path(folder))]
+    index = metadata.index
+    paths = [index.path(number) for number in range(len(index.files))]
     return [
-        *_file_faults(Path(folder), metadata.index),
-        *_tiling_faults(metadata.index),
+        *sorted(map(str, file_faults(index, paths))),
+        *_tiling_faults(index),
         *_manifest_faults(Path(folder)),
     ]
+
+
+class FileFault(NamedTuple):
+    """A file that does not hold all that the index places in it.
+
+    Attributes:
+        file: its number.
+        found_bytes: its length; None where it is missing.
+        lost: what the bytes are that are missing, shortened.
+    """
+
+    file: int
+    path: Path
+    what: str
+    expected_bytes: int
+    found_bytes: int | None
+    lost: str
+
+    def __str__(self) -> str:
+        if self.found_bytes is None:
+            return f"{self.path}: {self.what}: expected {self.expected_bytes} bytes with {self.lost}"
+        return (
+            f"{self.path}: {self.what}: expected at least {self.expected_bytes} bytes, found {self.found_bytes}; "
+            f"lost: {self.lost}"
+        )
+
+
+def file_faults(index: Index, paths: Sequence[Path]) -> Iterator[FileFault]:
+    """Each file of the index that is missing, or shorter than the index says.
+
+    Args:
+        paths: where the files are, by number.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    for file, expected_bytes in enumerate(_needed_bytes(index).tolist()):
+        if expected_bytes < 0:
+            continue
+        path = paths[file]
+        found_bytes: int | None = None
+        try:
+            found_bytes = path.stat().st_size
+            if found_bytes >= expected_bytes and path.is_file():
+                continue
+            what = _reason(path)
+        except (FileNotFoundError, NotADirectoryError):
+            what = "missing"
+        except OSError as error:
+            raise StorageError("cannot be read", path=path, found=error) from error
+        yield FileFault(file, path, what, expected_bytes, found_bytes, _lost(index, file, found_bytes))
+
+
+def _needed_bytes(index: Index) -> Int:
+    """Where the last byte range of each file ends; -1 where nothing lies in it."""
+    needed = np.full(len(index.files), -1, dtype=np.int64)
+    np.maximum.at(needed, index.file, index.start_bytes + index.length_bytes)
+    _, row, file, start = index.replicas.T
+    np.maximum.at(needed, file, start + index.length_bytes[row])
+    numbers = {name: number for number, name in enumerate(index.files)}
+    for place in index.objects.values():
+        file_number = numbers[place.file]
+        needed[file_number] = max(needed[file_number], place.start_bytes + place.length_bytes)
+    return needed
+
+
+def _lost(index: Index, file: int, found_bytes: int | None) -> str:
+    """The keys of the byte ranges of a file that end past the bytes found: the first, and how many more."""
+    limit = -1 if found_bytes is None else found_bytes
+    ends = index.start_bytes + index.length_bytes
+    rows = np.flatnonzero((index.file == file) & (ends > limit))
+    places = [(int(index.start_bytes[row]), index.names[int(index.owner[row])]) for row in rows.tolist()]
+    for owner, row, _, start in index.replicas[index.replicas[:, 2] == file].tolist():
+        if start + int(index.length_bytes[row]) > limit:
+            places.append((start, index.names[owner]))
+    for key, place in index.objects.items():
+        if place.file == index.files[file] and place.start_bytes + place.length_bytes > limit:
+            places.append((place.start_bytes, key))
+    first = min(places)[1] if places else "nothing"
+    return first if len(places) < 2 else f"{first} and {len(places) - 1} more"
 
 
 def unreferenced_files(folder: str | os.PathLike[str]) -> list[tuple[str, int]]:
@@ -41,12 +127,19 @@ def unreferenced_files(folder: str | os.PathLike[str]) -> list[tuple[str, int]]:
         CheckpointUnsound: the metadata cannot be read, so that nothing is known of any file.
         StorageError: the file system refused.
     """
-    named = dcp_metadata.read(folder).index.files
-    unnamed = [path for path in sorted(Path(folder).glob("*.distcp")) if path.name not in named]
-    try:
-        return [(path.name, path.stat().st_size) for path in unnamed]
-    except OSError as error:
-        raise StorageError("cannot be read", path=folder, found=error) from error
+    return files_beside(Path(folder), dcp_metadata.read(folder).index.files, {".distcp"})
+
+
+def files_beside(folder: Path, named: Collection[str], suffixes: Collection[str]) -> list[tuple[str, int]]:
+    """Name and bytes of each file of a folder that has one of the suffixes and is not among those named.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    known = frozenset(named)
+    with storage_errors("list the folder", folder):
+        unnamed = [path for path in sorted(folder.iterdir()) if path.suffix in suffixes and path.name not in known]
+        return [(path.name, path.stat().st_size) for path in unnamed if path.is_file()]
 
 
 def _lines(error: CheckpointUnsound) -> list[str]:
@@ -73,35 +166,8 @@ def _tiling_faults(index: Index) -> Iterator[str]:
         yield f"{key}: {fault}"
 
 
-def _file_faults(folder: Path, index: Index) -> Iterator[str]:
-    for name, extents in sorted(index.extents().items()):
-        if (fault := _file_fault(folder / name, extents)) is not None:
-            yield f"{folder / name}: {fault}"
-
-
-def _file_fault(path: Path, extents: Sequence[Extent]) -> str | None:
-    last = max(extents, key=lambda extent: extent.start_bytes + extent.length_bytes)
-    expected_bytes = last.start_bytes + last.length_bytes
-    try:
-        found_bytes = path.stat().st_size
-        if found_bytes >= expected_bytes and path.is_file():
-            return None
-        reason = _reason(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return f"missing: expected {expected_bytes} bytes with {_keys(extents)}"
-    except OSError as error:
-        raise StorageError("cannot be read", path=path, found=error) from error
-    lost = [extent for extent in extents if extent.start_bytes + extent.length_bytes > found_bytes]
-    return f"{reason}: expected at least {expected_bytes} bytes, found {found_bytes}; lost: {_keys(lost)}"
-
-
 def _reason(path: Path) -> str:
     if not path.is_file():
         return "not a file"
     with path.open("rb") as file:
         return missing_data(file.read(100)) or "cut short"
-
-
-def _keys(extents: Sequence[Extent]) -> str:
-    first = extents[0].key if extents else "nothing"
-    return first if len(extents) < 2 else f"{first} and {len(extents) - 1} more"

@@ -49,6 +49,30 @@ def test_round_trip(tmp_path: Path) -> None:
     assert manifest.read(tmp_path) == MANIFEST
 
 
+def test_the_fingerprints_of_files_may_be_there(tmp_path: Path) -> None:
+    assert b'"files"' not in manifest.to_bytes(MANIFEST)
+    files = {"__0_0.distcp": {"bytes": 10, "records": "00ff12ab"}}
+    with_files = dataclasses.replace(MANIFEST, files=files)
+    assert manifest.read(write(tmp_path, manifest.to_bytes(with_files))) == with_files
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        None,
+        [],
+        {"a": {"bytes": 1}},
+        {"a": {"bytes": -1, "records": "00ff12ab"}},
+        {"a": {"bytes": 1, "records": "00FF12AB"}},
+        {"a": {"bytes": 1, "records": "00ff12abc"}},
+        {"a": "00ff12ab"},
+    ],
+)
+def test_fingerprints_that_are_none(tmp_path: Path, files: Any) -> None:
+    with pytest.raises(CheckpointUnsound, match=r"files: a field of the wrong type: expected .* found"):
+        manifest.read(write(tmp_path, fields(files=files)))
+
+
 def test_the_file_is_text_that_a_person_can_read() -> None:
     text = manifest.to_bytes(MANIFEST).decode("ascii")
     assert text.startswith('{\n "format": 2,\n "step": 4000,\n "attempt": "job-17.2",\n "world": {\n  "ranks": 8,')

@@ -1,0 +1,362 @@
+"""Rewrites a checkpoint for another number of ranks, without any of them: open, plan, run, commit.
+
+Every process of a launch opens and plans for itself, which is cheap and always gives the same; each writes its part of
+the segments into a staged folder, and one of them commits. What was written is kept by a journal, so that a preempted
+run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.batch.plan import BatchPlan
+from reshard.convert.selection import Selection, select, stored_whole
+from reshard.engine.run import SEGMENT_BYTES, Budget, finish, segments_of, write_segments
+from reshard.engine.segment import Outcome, Segment
+from reshard.engine.spans import Job
+from reshard.environment import control_timeout_s, launched_as
+from reshard.errors import CheckpointUnsound, StorageError, UsageError
+from reshard.formats import dcp_metadata, manifest
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp_metadata_writer import metadata_bytes
+from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
+from reshard.formats.manifest import Manifest, World
+from reshard.formats.opening import open_checkpoint
+from reshard.geometry.mesh import Mesh
+from reshard.index.dtypes import ITEM_BYTES
+from reshard.plan import make_plan, sharded_layout
+from reshard.storage.durable import storage_errors, write_atomic
+from reshard.storage.shared_work import SharedWork
+from reshard.storage.steps import step_number
+
+DEFAULT_MEMORY_BYTES = 256 << 20
+_PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rewrite that is planned down to the last byte, with nothing written yet.
+
+    Attributes:
+        checkpoint: the source.
+        mesh: the ranks to write for.
+        selection: what is carried over.
+        job: the copies.
+        files: what will be there.
+        manifest: the rewritten manifest, or None where the source has none.
+        metadata: the content of ``.metadata``.
+        budget: threads and blocks.
+    """
+
+    checkpoint: Checkpoint
+    mesh: Mesh
+    selection: Selection
+    job: Job
+    files: DcpFiles
+    manifest: Manifest | None
+    metadata: bytes
+    budget: Budget
+
+    @property
+    def written_bytes(self) -> int:
+        """What will be written."""
+        return self.files.output.total_bytes + len(self.metadata)
+
+    @property
+    def source_bytes(self) -> int:
+        """What has to be read: the elements of all pieces, and the objects."""
+        index = self.checkpoint.index
+        widths = np.array([ITEM_BYTES.get(dtype, 1) for dtype in index.dtypes], dtype=np.int64)
+        elements = int((self.job.layout.elements * widths[self.job.layout.tensor]).sum())
+        return elements + sum(place.length_bytes for place in self.selection.objects.values())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a rewrite did. Bytes and seconds are those of this launch's leading process, unless it says otherwise.
+
+    Attributes:
+        total_bytes: of the new checkpoint.
+        written_bytes, read_bytes: by this process.
+        continued_bytes: written by a launch before.
+        seconds: from opening to commit.
+        peak_bytes: of memory, resident, the interpreter included.
+    """
+
+    destination: Path
+    total_bytes: int
+    written_bytes: int
+    read_bytes: int
+    continued_bytes: int
+    seconds: float
+    peak_bytes: int
+    rank: int
+    ranks: int
+
+
+def prepare(
+    source: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    only: str | None = None,
+    dtype: str | None = None,
+    drop: Iterable[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    processes: int = 1,
+) -> Prepared:
+    """Opens and plans; writes nothing. Close ``checkpoint`` of the result, if it is not given to `run`.
+
+    Raises:
+        ReshardError: the source is not there or unsound, or the options do not fit it.
+    """
+    checkpoint = open_checkpoint(source, also)
+    try:
+        index = checkpoint.index
+        selection = select(checkpoint, only, dtype, drop)
+        tensors = selection.tensors
+        widths = np.array([ITEM_BYTES[selection.dtypes[number]] for number in tensors.tolist()], dtype=np.int64)
+        layout = sharded_layout(index, tensors, stored_whole(checkpoint, tensors), mesh, widths)
+        plan = make_plan(index, layout)
+        files = lay_out_dcp(index, layout, selection.dtypes, selection.objects)
+        require_files(checkpoint)
+        rewritten = _rewritten(checkpoint.manifest, mesh, only) if checkpoint.manifest else None
+        return Prepared(
+            checkpoint=checkpoint,
+            mesh=mesh,
+            selection=selection,
+            job=Job(checkpoint, layout, plan, files.output),
+            files=files,
+            manifest=rewritten,
+            metadata=metadata_bytes(files.index, files.objects, checkpoint.paths),
+            budget=Budget.of(memory_bytes, processes),
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def run(
+    prepared: Prepared, destination: Path, *, force: bool = False, progress: Callable[[int], None] | None = None
+) -> Summary:
+    """Writes what was prepared. Every process of a launch (torchrun's ``RANK``, ``WORLD_SIZE``) calls it.
+
+    The destination appears by one rename, whole and durable; after an error or a crash it is as it was before. The
+    source is only read.
+
+    Args:
+        force: replace what is at the destination.
+        progress: told of bytes that are written, by any thread; first of those that a launch before wrote.
+
+    Raises:
+        UsageError: the destination exists, or lies in the source.
+        CheckpointUnsound: the source is damaged.
+        StorageError: the file system refused, or has too little space.
+    """
+    started = time.monotonic()
+    advance: Callable[[int], None] = progress or (lambda count: None)
+    rank, ranks, launch = launched_as()
+    check_destination(prepared, destination, force=force)
+    output = prepared.files.output
+    with (
+        prepared.checkpoint,
+        SharedWork(destination, _job_name(prepared), rank, ranks, launch, control_timeout_s()) as work,
+    ):
+        done = {Segment(*entry["segment"]): _outcome(entry) for entry in work.noted()} if work.continued else {}
+        segments = segments_of(prepared.job)
+        finished_bytes = sum(segment.length_bytes for segment in segments if segment in done)
+        if rank == 0:
+            _require_space(destination, prepared.written_bytes - finished_bytes)
+            work.tell("may write")
+        else:
+            work.hear("may write", 0)
+        mine = _share([segment for segment in segments if segment not in done], rank, ranks)
+        advance(finished_bytes)
+        write_segments(
+            prepared.job,
+            work.folder,
+            mine,
+            prepared.budget,
+            lambda segment, outcome: work.note(_entry(segment, outcome)),
+            advance,
+        )
+        work.tell("written")
+        if rank == 0:
+            work.gather("written")
+            outcomes = {Segment(*entry["segment"]): _outcome(entry) for entry in work.noted()}
+            _require_all(segments, outcomes, work.root)
+            finish(prepared.job, work.folder, outcomes.values())
+            write_atomic(work.folder / dcp_metadata.FILE_NAME, prepared.metadata)
+            if prepared.manifest is not None:
+                write_atomic(work.folder / manifest.FILE_NAME, manifest.to_bytes(prepared.manifest))
+        work.commit()
+    return Summary(
+        destination=destination,
+        total_bytes=output.total_bytes,
+        written_bytes=sum(segment.length_bytes for segment in mine),
+        read_bytes=prepared.checkpoint.files.bytes_read,
+        continued_bytes=finished_bytes,
+        seconds=time.monotonic() - started,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def check_destination(prepared: Prepared, destination: Path, *, force: bool) -> None:
+    """Refuses a destination that would lose something or contradict what is written.
+
+    Raises:
+        UsageError: it exists and ``force`` is not set; it is the source, holds it or lies in it; or it is named as
+            another step.
+    """
+    source, target = prepared.checkpoint.path.resolve(), destination.resolve()
+    if source == target or source in target.parents or target in source.parents:
+        raise UsageError("the destination overlaps the source", path=destination, hint="write beside it")
+    if os.path.lexists(destination) and not force:
+        raise UsageError("exists already", path=destination, hint="choose another name, or replace it with --force")
+    named = step_number(destination.name)
+    if prepared.manifest is not None and named is not None and named != prepared.manifest.step:
+        raise UsageError(
+            "named as another step than the one it would hold",
+            path=destination,
+            expected=f"step-{prepared.manifest.step}",
+            found=destination.name,
+            hint="name it so, or not as a step at all",
+        )
+
+
+def require_files(checkpoint: Checkpoint) -> None:
+    """Passes where every file of the source is there and as long as the index says.
+
+    Raises:
+        CheckpointUnsound: some are not; each is named.
+    """
+    index = checkpoint.index
+    needed = np.zeros(len(index.files), dtype=np.int64)
+    np.maximum.at(needed, index.file, index.start_bytes + index.length_bytes)
+    numbers = {name: number for number, name in enumerate(index.files)}
+    for place in index.objects.values():
+        number = numbers[place.file]
+        needed[number] = max(needed[number], place.start_bytes + place.length_bytes)
+    faults = []
+    for number, least in enumerate(needed.tolist()):
+        path = checkpoint.files.paths[number]
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            faults.append((path, "missing", least, "no file"))
+            continue
+        except OSError as error:
+            raise StorageError("cannot be read", path=path, found=error) from error
+        if found < least:
+            faults.append((path, "cut short", least, f"{found} bytes"))
+    if faults:
+        path, what, least, found_text = faults[0]
+        raise CheckpointUnsound(
+            what,
+            path=path,
+            expected=f"at least {least} bytes",
+            found=found_text,
+            hint="copy it anew; files of other nodes that stayed on their disks: name the folders with --in",
+            details=[
+                f"{path}: {what}: expected at least {least} bytes, found {text}"
+                for path, what, least, text in faults[1:]
+            ],
+        )
+
+
+def _rewritten(found: Manifest, mesh: Mesh, only: str | None) -> Manifest:
+    """The manifest for other ranks: the same batch, in as many micro-steps as it now takes."""
+    per_node = min(found.world.gpus_per_node, mesh.ranks) or mesh.ranks
+    world = World(mesh.ranks, -(-mesh.ranks // per_node), per_node, mesh.axes)
+    batch = found.batch
+    if batch is not None:
+        batch = BatchPlan(batch["global_batch"], batch["micro_batch"], mesh.ranks).state_dict()
+    rewritten = replace(found, world=world, batch=batch, files=None)
+    if only is None:
+        return rewritten
+    parts = {part: kept for part, kept in found.parts.items() if part == only}
+    return replace(
+        rewritten,
+        parts=parts,
+        lr=[],
+        batch=None,
+        data=None,
+        schedulers={},
+        scaler=None,
+        rng=None,
+        extra={},
+        optimizers={},
+    )
+
+
+def _job_name(prepared: Prepared) -> str:
+    """Equal only for jobs that write the same bytes: from the same files as they are now, by the same plan."""
+    checkpoint, output = prepared.checkpoint, prepared.files.output
+    digest = hashlib.sha256(prepared.metadata)
+    described: list[Any] = [_PLAN_VERSION, SEGMENT_BYTES, os.fspath(checkpoint.path.resolve())]
+    for path in checkpoint.files.paths:
+        with storage_errors("read", path):
+            status = path.stat()
+        described.append([os.fspath(path), status.st_size, status.st_mtime_ns])
+    if prepared.manifest is not None:
+        digest.update(manifest.to_bytes(prepared.manifest))
+    digest.update(json.dumps([*described, output.length_bytes.tolist()]).encode())
+    return digest.hexdigest()
+
+
+def _share(segments: Sequence[Segment], rank: int, ranks: int) -> list[Segment]:
+    """This rank's segments: neighbours, so that files are shared by as few ranks as can be."""
+    return list(segments[len(segments) * rank // ranks : len(segments) * (rank + 1) // ranks])
+
+
+def _entry(segment: Segment, outcome: Outcome) -> dict[str, Any]:
+    return {"segment": list(segment), "cut": outcome.cut, "sources": outcome.sources}
+
+
+def _outcome(entry: dict[str, Any]) -> Outcome:
+    cut, sources = (
+        {int(number): [(start, length, crc) for start, length, crc in parts] for number, parts in entry[name].items()}
+        for name in ("cut", "sources")
+    )
+    return Outcome(cut, sources)
+
+
+def _require_all(segments: Sequence[Segment], outcomes: dict[Segment, Outcome], root: Path) -> None:
+    missing = [segment for segment in segments if segment not in outcomes]
+    if missing:
+        raise StorageError(
+            "parts that were written are not in the journals",
+            path=root,
+            expected=len(segments),
+            found=len(segments) - len(missing),
+            hint="the nodes do not share this file system, or it shows files late: start again",
+        )
+
+
+def _require_space(destination: Path, needed_bytes: int) -> None:
+    parent = destination.parent
+    while not parent.exists():
+        parent = parent.parent
+    with storage_errors("read the free space of", parent):
+        free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            "not enough space for the new checkpoint",
+            path=destination,
+            expected=f"{needed_bytes} bytes free",
+            found=f"{free_bytes}",
+            hint="free space there, or write to another file system",
+        )

@@ -1,0 +1,168 @@
+"""Runs a job: cuts its files into segments, writes them in threads within a memory budget, and puts them together.
+
+A segment that is done and durable is handed to the caller, who may record it; a later run that is given what was
+recorded writes only the rest. Several processes may each write some of the segments of one folder; one of them then
+calls `finish` with what all of them left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.engine.blocks import PAGE_BYTES, BlockFile, aligned_buffer
+from reshard.engine.crc import combined
+from reshard.engine.segment import Cancelled, Outcome, Parts, Segment, SegmentWriter, require_crc
+from reshard.engine.spans import Job, rows_of
+from reshard.errors import UsageError
+
+SEGMENT_BYTES = 64 << 20
+BLOCK_BYTES = 8 << 20
+LEAST_MEMORY_BYTES = 4 << 20
+# What a thread needs beside its block: a band and its rearranged copy.
+_SCRATCH_BYTES = 4 << 20
+_SMALL_CHUNK_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many threads, and how large a block each, fit a memory budget."""
+
+    threads: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, memory_bytes: int, processes: int = 1) -> Budget:
+        """Divides ``memory_bytes``; more threads than cores, for some always wait for a disk.
+
+        Raises:
+            UsageError: less memory than `LEAST_MEMORY_BYTES`.
+        """
+        if memory_bytes < LEAST_MEMORY_BYTES:
+            least = f"at least {LEAST_MEMORY_BYTES >> 20}M"
+            raise UsageError("too little memory to copy with", key="--memory", expected=least, found=memory_bytes)
+        wanted = max(2, min(16, 2 * (os.cpu_count() or 1) // processes))
+        threads = max(1, min(wanted, memory_bytes // (BLOCK_BYTES + _SCRATCH_BYTES)))
+        room = memory_bytes // threads - min(_SCRATCH_BYTES, memory_bytes // threads // 2)
+        return cls(threads, min(BLOCK_BYTES, room // PAGE_BYTES * PAGE_BYTES))
+
+
+def segments_of(job: Job) -> list[Segment]:
+    """The segments of all files, in order: always the same for the same job."""
+    segments = []
+    for file, length in enumerate(job.output.length_bytes.tolist()):
+        for start in range(0, length, SEGMENT_BYTES):
+            segments.append(Segment(file, start, min(start + SEGMENT_BYTES, length)))
+    return segments
+
+
+def write_segments(
+    job: Job,
+    folder: Path,
+    segments: Sequence[Segment],
+    budget: Budget,
+    done: Callable[[Segment, Outcome], None],
+    progress: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Writes segments into the files of a folder, which exists.
+
+    Args:
+        done: told of each segment once it is durable, by any thread but one at a time.
+        progress: told of bytes written, by any thread.
+
+    Raises:
+        ReshardError: the first failure of any thread; the others have stopped by then.
+    """
+    _locate_small_chunks(job, segments)
+    cancelled = threading.Event()
+    turn = threading.Lock()
+    waiting = list(reversed(segments))
+
+    def work() -> None:
+        buffer = aligned_buffer(budget.block_bytes)
+        while not cancelled.is_set():
+            with turn:
+                if not waiting:
+                    return
+                segment = waiting.pop()
+            target = _open(job, folder, segment.file)
+            try:
+                outcome = SegmentWriter(job, segment, target, buffer, progress, cancelled.is_set).run()
+                target.sync()
+            except Cancelled:
+                return
+            finally:
+                target.close()
+            with turn:
+                done(segment, outcome)
+
+    with ThreadPoolExecutor(budget.threads, thread_name_prefix="reshard-copy") as pool:
+        futures = [pool.submit(work) for _ in range(min(budget.threads, len(segments)))]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            # All are done, or one has failed, or the wait was interrupted.
+            cancelled.set()
+    for future in futures:
+        future.result()
+
+
+def _locate_small_chunks(job: Job, segments: Sequence[Segment]) -> None:
+    """Finds the elements of small chunks before the segments do: those of many lie in each page that is read for it."""
+    index = job.source.index
+    for file in {segment.file for segment in segments}:
+        records = range(int(job.output.first[file]), int(job.output.first[file + 1]))
+        rows = rows_of(job, records)
+        job.source.locate(rows[index.length_bytes[rows] <= _SMALL_CHUNK_BYTES])
+
+
+def finish(job: Job, folder: Path, outcomes: Iterable[Outcome]) -> None:
+    """Completes the files once every segment is written: records that segments cut, lengths, checksums of the source.
+
+    Args:
+        outcomes: of all segments.
+
+    Raises:
+        CheckpointUnsound: a stored record that was read in several segments has a wrong checksum.
+        StorageError: the file system refused.
+    """
+    cut: Parts = {}
+    sources: Parts = {}
+    for outcome in outcomes:
+        for record, parts in outcome.cut.items():
+            cut.setdefault(record, []).extend(parts)
+        for row, parts in outcome.sources.items():
+            sources.setdefault(row, []).extend(parts)
+    _check_sources(job, sources)
+    for file in range(len(job.output.names)):
+        target = _open(job, folder, file)
+        try:
+            target.cut_to_length()
+            for record in range(int(job.output.first[file]), int(job.output.first[file + 1])):
+                if record in cut:
+                    _complete(job, target, record, cut[record])
+        finally:
+            target.close()
+
+
+def _complete(job: Job, target: BlockFile, record: int, parts: list[tuple[int, int, int]]) -> None:
+    output = job.output
+    behind = int(output.payload_start[record]) + int(output.payload_bytes[record])
+    target.patch(output.frames.tail(record, combined(set(parts))), behind)
+
+
+def _check_sources(job: Job, sources: Parts) -> None:
+    payloads = job.source.payloads
+    for row, parts in sources.items():
+        # Where two segments share a band, both have read it.
+        unique = set(parts)
+        if payloads.crc[row] >= 0 and sum(length for _, length, _ in unique) == payloads.record_bytes[row]:
+            require_crc(job, row, combined(unique))
+
+
+def _open(job: Job, folder: Path, file: int) -> BlockFile:
+    return BlockFile(folder / job.output.names[file], int(job.output.length_bytes[file]))

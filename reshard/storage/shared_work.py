@@ -1,0 +1,267 @@
+"""Work by several processes on a folder that does not exist yet, coordinated through files beside it.
+
+    <parent>/.staging-<name>-offline/
+        files/                          what becomes <parent>/<name>
+        work/job                        which job this is: what is staged for another one is thrown away
+        work/lock                       held by the process that leads
+        work/journal-<rank>.jsonl       what has been done and is durable, a line each; outlives a crash
+        work/<launch>.<event>.<rank>    something a rank has to tell the others of its launch
+
+A later launch with the same job goes on from the journals, whatever the number of its processes. The commit is one
+rename, as for a step. Only shared files are needed, and no network between the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from reshard.errors import ReshardError, StorageError, UsageError
+from reshard.storage.commit import put_in_place
+from reshard.storage.durable import fsync_tree, make_folder, remove_tree, storage_errors, write_atomic
+from reshard.storage.steps import REPLACED, STAGING
+
+_POLL_S = 0.05
+_BEAT_S = 2.0
+_HEARING_S = 10.0
+_FAREWELL_S = 60.0
+
+
+class SharedWork:
+    """One process's part in it. Every process of the launch enters the context; rank 0 leads and commits.
+
+    Args:
+        destination: what is to be made; its parent is made if missing.
+        job: names the job: equal for processes and launches that do the same.
+        rank, ranks: of the launch.
+        launch: names the launch, the same for all its ranks.
+        timeout_s: without a sign of life from another rank for that long, it is given up.
+
+    Attributes:
+        folder: where the files are written.
+        continued: whether a launch before left something to go on from.
+    """
+
+    def __init__(self, destination: Path, job: str, rank: int, ranks: int, launch: str, timeout_s: float) -> None:
+        self.destination = destination
+        self.root = destination.with_name(f"{STAGING}{destination.name}-offline")
+        self.folder = self.root / "files"
+        self.rank = rank
+        self.ranks = ranks
+        self.continued = False
+        self._job = job
+        self._launch = launch
+        self._timeout_s = timeout_s
+        self._work = self.root / "work"
+        self._lock: int | None = None
+        self._journal: Any = None
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True, name="reshard-heartbeat")
+
+    def __enter__(self) -> SharedWork:
+        if self.rank == 0:
+            self._lead()
+            self.tell("open", self.continued)
+        else:
+            self.continued = bool(self.hear("open", 0))
+        if self.ranks > 1:
+            self._heart.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.ranks > 1 and isinstance(value, Exception) and not getattr(value, "is_shared", False):
+            self._share(value)
+        self._stop.set()
+        if self._journal is not None:
+            self._journal.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Adds a line to this rank's journal, durably.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        path = self._work / f"journal-{self.rank}.jsonl"
+        with storage_errors("write", path):
+            if self._journal is None:
+                self._journal = path.open("a")
+            self._journal.write(json.dumps(entry) + "\n")
+            self._journal.flush()
+            os.fdatasync(self._journal.fileno())
+
+    def noted(self) -> list[dict[str, Any]]:
+        """All lines of all journals. A line that a crash cut short is left out.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        entries = []
+        for path in sorted(self._work.glob("journal-*.jsonl")):
+            with storage_errors("read", path):
+                lines = path.read_bytes().splitlines()
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    entries.append(json.loads(line))
+        return entries
+
+    def tell(self, event: str, value: Any = None) -> None:
+        """Tells the other ranks that this one has come to an event.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        write_atomic(self._event(event, self.rank), json.dumps(value).encode())
+
+    def gather(self, event: str) -> list[Any]:
+        """What each rank told with an event, waiting for it.
+
+        Raises:
+            ReshardError: a rank failed, or gives no sign of life; or the file system refused.
+        """
+        return [self.hear(event, rank) for rank in range(self.ranks)]
+
+    def commit(self) -> None:
+        """Gives the files their name; rank 0 does, and the others wait. Replaces what has the name.
+
+        Raises:
+            StorageError: the file system refused; the destination is as it was.
+            ReshardError: the leading rank failed.
+        """
+        if self.rank == 0:
+            fsync_tree(self.folder)
+            aside = self.destination.with_name(f"{REPLACED}{self.destination.name}-offline")
+            put_in_place(self.folder, self.destination, aside)
+            self.tell("committed")
+            self._see_off()
+            remove_tree(self.root)
+            return
+        self.hear("committed", 0)
+        self.tell("left")
+
+    def _lead(self) -> None:
+        make_folder(self._work)
+        self._take_lock()
+        job = self._work / "job"
+        with storage_errors("read", job):
+            known = job.read_text() if job.exists() else None
+        if known == self._job and self.folder.is_dir():
+            self.continued = True
+            for path in self._work.iterdir():
+                if path.name not in ("job", "lock") and not path.name.startswith("journal-"):
+                    remove_tree(path)
+            return
+        remove_tree(self.folder)
+        for path in self._work.iterdir():
+            if path.name != "lock":
+                remove_tree(path)
+        make_folder(self.folder)
+        write_atomic(job, self._job.encode())
+
+    def _see_off(self) -> None:
+        """Waits a while until the others have seen the commit; all is done, so one that is gone hinders nothing."""
+        deadline = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline:
+            if all(self._event("left", rank).exists() for rank in range(1, self.ranks)):
+                return
+            time.sleep(_POLL_S)
+
+    def _take_lock(self) -> None:
+        path = self._work / "lock"
+        with storage_errors("write", path):
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                "another process is writing this destination", path=self.destination, hint="wait for it, or stop it"
+            ) from None
+        except OSError:
+            # A file system without locks: then it is up to the user to start one job at a time.
+            return
+
+    def hear(self, event: str, rank: int) -> Any:
+        """Waits until a rank has come to an event, and returns what it told with it.
+
+        Raises:
+            ReshardError: a rank failed, or gives no sign of life; or the file system refused.
+        """
+        path = self._event(event, rank)
+        seen: tuple[object, float] = (None, time.monotonic())
+        while True:
+            if path.exists():
+                with storage_errors("read", path):
+                    return json.loads(path.read_bytes())
+            self._raise_failure()
+            beat = self._last_beat(rank)
+            if beat != seen[0]:
+                seen = (beat, time.monotonic())
+            elif time.monotonic() - seen[1] > self._timeout_s:
+                raise StorageError(
+                    "no sign of life from a rank",
+                    path=self.root,
+                    rank=rank,
+                    hint="look for its error, and see that all nodes share this file system; "
+                    "start again to go on from what is done (RESHARD_TIMEOUT_S is how long to wait)",
+                )
+            time.sleep(_POLL_S)
+
+    def _share(self, error: Exception) -> None:
+        """Tells the others, and gives rank 0 the time to say it before a launcher ends all of them."""
+        text = error.what if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+        fields = {"text": str(error), "what": text, "code": getattr(error, "exit_code", 3)}
+        with contextlib.suppress(ReshardError):
+            self.tell("failed", fields)
+            if self.rank != 0 and isinstance(error, ReshardError):
+                deadline = time.monotonic() + _HEARING_S
+                while not error.is_shared and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+                    error.is_shared = self._event("heard", 0).exists()
+
+    def _raise_failure(self) -> None:
+        for path in self._work.glob(f"{self._launch}.failed.*"):
+            with contextlib.suppress(OSError, ValueError):
+                fields = json.loads(path.read_bytes())
+                rank = int(path.name.rpartition(".")[2])
+                if self.rank == 0:
+                    self.tell("heard")
+                raise FailedElsewhere(fields, rank)
+
+    def _event(self, event: str, rank: int) -> Path:
+        return self._work / f"{self._launch}.{event}.{rank}"
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._stop.wait(_BEAT_S):
+            number += 1
+            with contextlib.suppress(OSError):
+                self._event("beat", self.rank).write_text(str(number))
+
+    def _last_beat(self, rank: int) -> object:
+        try:
+            return self._event("beat", rank).read_text()
+        except OSError:
+            return None
+
+
+class FailedElsewhere(ReshardError):
+    """Another rank of the launch failed; says what it said."""
+
+    is_shared = True
+
+    def __init__(self, fields: dict[str, Any] | str, rank: int | None = None) -> None:
+        text = fields if isinstance(fields, str) else str(fields.get("text"))
+        first, *details = text.splitlines() or ["failed"]
+        super().__init__(first, rank=rank, details=[detail.strip() for detail in details])
+        if isinstance(fields, dict):
+            self.exit_code = int(fields.get("code", 1))
