@@ -172,7 +172,10 @@ def _prove_tiling(index: Index, tensors: Int) -> None:
 def _pieces(index: Index, layout: Layout) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """Pairs of chunk and wanted box that share elements, sorted by wanted box and place in it."""
     base = np.concatenate([[0], np.cumsum(index.padded_shapes[:, 0] + 1)])
-    stored = np.flatnonzero((index.sizes > 0).all(axis=1))
+    # Only the tensors that are wanted are proven to be sound: a chunk that sticks out of another reaches into these.
+    is_wanted = np.zeros(len(index.names), dtype=bool)
+    is_wanted[layout.tensor] = True
+    stored = np.flatnonzero((index.sizes > 0).all(axis=1) & is_wanted[index.owner])
     start = base[index.owner[stored]] + index.offsets[stored, 0]
     order = np.lexsort((*index.offsets[stored, :0:-1].T, start))
     stored, start = stored[order], start[order]

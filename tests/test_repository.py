@@ -196,6 +196,20 @@ def test_the_command_line_is_frozen() -> None:
         "compare-traces": ["--debug", "--epsilon", "--force", "--help", "--json", "--plot"],
         "diff": ["--atol", "--debug", "--help", "--json", "--rtol"],
         "inspect": ["--debug", "--help", "--in", "--json", "--tree"],
+        "offline": [
+            "--debug",
+            "--drop",
+            "--dry-run",
+            "--dtype",
+            "--force",
+            "--help",
+            "--in",
+            "--json",
+            "--memory",
+            "--mesh",
+            "--only",
+            "--world-size",
+        ],
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +30,13 @@ from reshard.formats import dcp_metadata, manifest
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp_metadata_writer import metadata_bytes
 from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
+from reshard.formats.file_lengths import file_faults
+from reshard.formats.fingerprint import fingerprint, object_records
 from reshard.formats.manifest import Manifest, World
 from reshard.formats.opening import open_checkpoint
 from reshard.geometry.mesh import Mesh
 from reshard.index.dtypes import ITEM_BYTES
+from reshard.index.index import Int, Place
 from reshard.plan import make_plan, sharded_layout
 from reshard.storage.durable import storage_errors, write_atomic
 from reshard.storage.shared_work import SharedWork
@@ -131,7 +133,8 @@ def prepare(
         plan = make_plan(index, layout)
         files = lay_out_dcp(index, layout, selection.dtypes, selection.objects)
         require_files(checkpoint)
-        rewritten = _rewritten(checkpoint.manifest, mesh, only) if checkpoint.manifest else None
+        found = checkpoint.require_manifest()
+        rewritten = None if found is None else _rewritten(found, mesh, only)
         return Prepared(
             checkpoint=checkpoint,
             mesh=mesh,
@@ -196,10 +199,11 @@ def run(
             work.gather("written")
             outcomes = {Segment(*entry["segment"]): _outcome(entry) for entry in work.noted()}
             _require_all(segments, outcomes, work.root)
-            finish(prepared.job, work.folder, outcomes.values())
+            crcs = finish(prepared.job, work.folder, outcomes.values())
             write_atomic(work.folder / dcp_metadata.FILE_NAME, prepared.metadata)
             if prepared.manifest is not None:
-                write_atomic(work.folder / manifest.FILE_NAME, manifest.to_bytes(prepared.manifest))
+                marked = replace(prepared.manifest, files=_fingerprints(prepared, crcs))
+                write_atomic(work.folder / manifest.FILE_NAME, manifest.to_bytes(marked))
         work.commit()
     return Summary(
         destination=destination,
@@ -208,7 +212,7 @@ def run(
         read_bytes=prepared.checkpoint.files.bytes_read,
         continued_bytes=finished_bytes,
         seconds=time.monotonic() - started,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        peak_bytes=_peak_bytes(),
         rank=rank,
         ranks=ranks,
     )
@@ -243,46 +247,22 @@ def require_files(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointUnsound: some are not; each is named.
     """
-    index = checkpoint.index
-    needed = np.zeros(len(index.files), dtype=np.int64)
-    np.maximum.at(needed, index.file, index.start_bytes + index.length_bytes)
-    numbers = {name: number for number, name in enumerate(index.files)}
-    for place in index.objects.values():
-        number = numbers[place.file]
-        needed[number] = max(needed[number], place.start_bytes + place.length_bytes)
-    faults = []
-    for number, least in enumerate(needed.tolist()):
-        path = checkpoint.files.paths[number]
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            faults.append((path, "missing", least, "no file"))
-            continue
-        except OSError as error:
-            raise StorageError("cannot be read", path=path, found=error) from error
-        if found < least:
-            faults.append((path, "cut short", least, f"{found} bytes"))
+    faults = list(map(str, file_faults(checkpoint.index, checkpoint.files.paths)))
     if faults:
-        path, what, least, found_text = faults[0]
-        raise CheckpointUnsound(
-            what,
-            path=path,
-            expected=f"at least {least} bytes",
-            found=found_text,
-            hint="copy it anew; files of other nodes that stayed on their disks: name the folders with --in",
-            details=[
-                f"{path}: {what}: expected at least {least} bytes, found {text}"
-                for path, what, least, text in faults[1:]
-            ],
-        )
+        hint = "copy it anew; files of other nodes that stayed on their disks: name the folders with --in"
+        raise CheckpointUnsound(faults[0], hint=hint, details=faults[1:])
 
 
 def _rewritten(found: Manifest, mesh: Mesh, only: str | None) -> Manifest:
     """The manifest for other ranks: the same batch, in as many micro-steps as it now takes."""
-    per_node = min(found.world.gpus_per_node, mesh.ranks) or mesh.ranks
-    world = World(mesh.ranks, -(-mesh.ranks // per_node), per_node, mesh.axes)
+    per_node = -(-found.world.ranks // max(1, found.world.nodes))
+    nodes = -(-mesh.ranks // max(1, per_node))
+    world = World(mesh.ranks, nodes, min(found.world.gpus_per_node, mesh.ranks), mesh.axes)
     batch = found.batch
     if batch is not None:
+        numbers = [batch.get(name) for name in ("global_batch", "micro_batch")]
+        if not all(type(number) is int for number in numbers):
+            raise CheckpointUnsound("not a batch plan", path=manifest.FILE_NAME, key="batch", found=batch)
         batch = BatchPlan(batch["global_batch"], batch["micro_batch"], mesh.ranks).state_dict()
     rewritten = replace(found, world=world, batch=batch, files=None)
     if only is None:
@@ -317,13 +297,21 @@ def _job_name(prepared: Prepared) -> str:
     return digest.hexdigest()
 
 
+def _peak_bytes() -> int:
+    # Not ru_maxrss: across exec, that keeps the peak of the launcher that this process was forked from.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
 def _share(segments: Sequence[Segment], rank: int, ranks: int) -> list[Segment]:
     """This rank's segments: neighbours, so that files are shared by as few ranks as can be."""
     return list(segments[len(segments) * rank // ranks : len(segments) * (rank + 1) // ranks])
 
 
 def _entry(segment: Segment, outcome: Outcome) -> dict[str, Any]:
-    return {"segment": list(segment), "cut": outcome.cut, "sources": outcome.sources}
+    return {"segment": list(segment), "cut": outcome.cut, "sources": outcome.sources, "whole": outcome.whole}
 
 
 def _outcome(entry: dict[str, Any]) -> Outcome:
@@ -331,7 +319,24 @@ def _outcome(entry: dict[str, Any]) -> Outcome:
         {int(number): [(start, length, crc) for start, length, crc in parts] for number, parts in entry[name].items()}
         for name in ("cut", "sources")
     )
-    return Outcome(cut, sources)
+    return Outcome(cut, sources, {int(record): crc for record, crc in entry["whole"].items()})
+
+
+def _fingerprints(prepared: Prepared, crcs: Int) -> dict[str, Any]:
+    """What the manifest says of each file that was written."""
+    output, source = prepared.files.output, prepared.checkpoint
+    crcs = crcs.copy()
+    # An object was copied as a whole; what stands for it is the CRC of the pickle in it.
+    for key, record in zip(prepared.files.objects, output.copies, strict=True):
+        file, start = output.copies[record]
+        place = Place("", start, int(output.payload_bytes[record]))
+        pickled = object_records(source.files, file, place, key).get("data.pkl")
+        crcs[record] = 0 if pickled is None else pickled.crc
+    first, lengths = output.first.tolist(), output.length_bytes.tolist()
+    return {
+        name: fingerprint(length, crcs[first[file] : first[file + 1]]).to_json()
+        for file, (name, length) in enumerate(zip(output.names, lengths, strict=True))
+    }
 
 
 def _require_all(segments: Sequence[Segment], outcomes: dict[Segment, Outcome], root: Path) -> None:

@@ -32,12 +32,15 @@ from torch.futures import Future
 from reshard.dcp.torch_private import METADATA_CLASSES, OBJECT_CLASSES
 from reshard.errors import CheckpointUnsound, ReshardError, StorageError, UnsafePickle, UsageError
 from reshard.formats import dcp_metadata, unpickle
+from reshard.formats.fingerprint import Fingerprint, fingerprint_written
 from reshard.storage.durable import storage_errors
 
 ZIP_HEAD = b"PK\x03\x04"
 
 
-def save(state_dict: dict[str, Any], folder: Path, process_group: dist.ProcessGroup | None = None) -> None:
+def save(
+    state_dict: dict[str, Any], folder: Path, process_group: dist.ProcessGroup | None = None
+) -> dict[str, Fingerprint]:
     """Writes a nested state dict as a DCP checkpoint. Collective.
 
     Args:
@@ -46,18 +49,23 @@ def save(state_dict: dict[str, Any], folder: Path, process_group: dist.ProcessGr
         folder: exists and is empty.
         process_group: moves plans between ranks; None without distributed.
 
+    Returns:
+        What this rank wrote: file -> fingerprint.
+
     Raises:
         UsageError: an object that could not be read back without running what a pickle says.
         ReshardError: on every rank, if any failed.
     """
+    writer = _TellingWriter(folder, sync_files=True, overwrite=False)
     with _faults_named(folder, ReshardError):
         state_dict_saver.save(
             state_dict,
-            storage_writer=_TellingWriter(folder, sync_files=True, overwrite=False),
+            storage_writer=writer,
             planner=_LowestRankPlanner(),
             process_group=process_group,
             no_dist=process_group is None,
         )
+    return writer.fingerprints
 
 
 def load(state_dict: dict[str, Any], folder: Path, process_group: dist.ProcessGroup | None = None) -> None:
@@ -126,11 +134,26 @@ def _refused(fault: Exception) -> list[str]:
 
 
 class _TellingWriter(FileSystemWriter):
-    """Says which file could not be written, and why. Of a full disk, torch tells "unexpected pos 704 vs 598"."""
+    """Says which file could not be written, and why. Of a full disk, torch tells "unexpected pos 704 vs 598".
+
+    Attributes:
+        fingerprints: of the files that this rank has written.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fingerprints: dict[str, Fingerprint] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with self._refusals(f"{plan.storage_data.prefix}0.distcp"):
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            archives: dict[str, list[tuple[int, int, bool]]] = {}
+            for result in written.wait():
+                place, is_tensor = result.storage_data, result.index.offset is not None
+                archives.setdefault(place.relative_path, []).append((place.offset, place.length, is_tensor))
+            for name, places in archives.items():
+                self.fingerprints[name] = fingerprint_written(Path(self.path) / name, places)
+            return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._refusals(dcp_metadata.FILE_NAME):

@@ -41,7 +41,8 @@ def banded(job: Job, record: int, start: int, end: int, observe: Observer) -> It
         first, band = band_at(whole.sizes, element, BAND_BYTES // max(width, ITEM_BYTES[source.index.dtypes[number]]))
         place = Box(tuple(a + b for a, b in zip(whole.offsets, band.offsets, strict=True)), band.sizes)
         content = _assembled(job, number, place, rows, low, sizes, observe)
-        content = cast(content, source.index.dtypes[number], job.output.dtypes[record])
+        if source.index.dtypes[number] != job.output.dtypes[record]:
+            content = cast(content, source.index.dtypes[number], job.output.dtypes[record])
         view = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
         yield view[max(0, start - first * width) : end - first * width]
         element = first + band.elements

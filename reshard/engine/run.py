@@ -14,11 +14,14 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from reshard.engine.blocks import PAGE_BYTES, BlockFile, aligned_buffer
 from reshard.engine.crc import combined
 from reshard.engine.segment import Cancelled, Outcome, Parts, Segment, SegmentWriter, require_crc
 from reshard.engine.spans import Job, rows_of
 from reshard.errors import UsageError
+from reshard.index.index import Int
 
 SEGMENT_BYTES = 64 << 20
 BLOCK_BYTES = 8 << 20
@@ -120,11 +123,14 @@ def _locate_small_chunks(job: Job, segments: Sequence[Segment]) -> None:
         job.source.locate(rows[index.length_bytes[rows] <= _SMALL_CHUNK_BYTES])
 
 
-def finish(job: Job, folder: Path, outcomes: Iterable[Outcome]) -> None:
+def finish(job: Job, folder: Path, outcomes: Iterable[Outcome]) -> Int:
     """Completes the files once every segment is written: records that segments cut, lengths, checksums of the source.
 
     Args:
         outcomes: of all segments.
+
+    Returns:
+        The CRC-32 of each record's payload.
 
     Raises:
         CheckpointUnsound: a stored record that was read in several segments has a wrong checksum.
@@ -132,7 +138,9 @@ def finish(job: Job, folder: Path, outcomes: Iterable[Outcome]) -> None:
     """
     cut: Parts = {}
     sources: Parts = {}
+    crcs = np.zeros(len(job.output.box), dtype=np.int64)
     for outcome in outcomes:
+        crcs[list(outcome.whole)] = list(outcome.whole.values())
         for record, parts in outcome.cut.items():
             cut.setdefault(record, []).extend(parts)
         for row, parts in outcome.sources.items():
@@ -144,15 +152,17 @@ def finish(job: Job, folder: Path, outcomes: Iterable[Outcome]) -> None:
             target.cut_to_length()
             for record in range(int(job.output.first[file]), int(job.output.first[file + 1])):
                 if record in cut:
-                    _complete(job, target, record, cut[record])
+                    crcs[record] = combined(set(cut[record]))
+                    _complete(job, target, record, int(crcs[record]))
         finally:
             target.close()
+    return crcs
 
 
-def _complete(job: Job, target: BlockFile, record: int, parts: list[tuple[int, int, int]]) -> None:
+def _complete(job: Job, target: BlockFile, record: int, crc: int) -> None:
     output = job.output
     behind = int(output.payload_start[record]) + int(output.payload_bytes[record])
-    target.patch(output.frames.tail(record, combined(set(parts))), behind)
+    target.patch(output.frames.tail(record, crc), behind)
 
 
 def _check_sources(job: Job, sources: Parts) -> None:

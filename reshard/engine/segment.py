@@ -54,10 +54,12 @@ class Outcome:
     Attributes:
         cut: parts of output records that the segment cuts.
         sources: parts of stored records, by chunk row, of which the segment read only some.
+        whole: CRC-32 of the payload of each output record that lies in the segment.
     """
 
     cut: Parts = field(default_factory=dict)
     sources: Parts = field(default_factory=dict)
+    whole: dict[int, int] = field(default_factory=dict)
 
 
 class Cancelled(Exception):
@@ -118,6 +120,7 @@ class SegmentWriter:
         self._reads: list[_Read] = []
         self._pending: list[_Part | _Tail] = []
         self._crc: dict[int, int] = {}
+        self._whole: dict[int, int] = {}
         self._ledger = Ledger()
 
     def run(self) -> Outcome:
@@ -140,7 +143,7 @@ class SegmentWriter:
                 cut[record] = part
         self._zeros_until(segment.end)
         self._flush()
-        outcome = Outcome(sources=self._ledger.take())
+        outcome = Outcome(sources=self._ledger.take(), whole=self._whole)
         for record, (start, end) in cut.items():
             outcome.cut[record] = [(start, end - start, self._crc[record])]
         return outcome
@@ -192,9 +195,13 @@ class SegmentWriter:
         if length > len(self._buffer) - self._filled:
             # It does not fit the block, and what is in the next block has to be known when that is laid out.
             self._settle()
-            self._literal(self._job.output.frames.tail(record, self._crc.pop(record)))
+            self._literal(self._tail_of(record))
         else:
             self._pending.append(_Tail(record, self._room(length)))
+
+    def _tail_of(self, record: int) -> bytes:
+        crc = self._whole[record] = self._crc.pop(record)
+        return self._job.output.frames.tail(record, crc)
 
     def _literal(self, data: bytes) -> None:
         while data:
@@ -236,7 +243,7 @@ class SegmentWriter:
         self._read()
         for item in self._pending:
             if isinstance(item, _Tail):
-                item.view[:] = self._job.output.frames.tail(item.record, self._crc.pop(item.record))
+                item.view[:] = self._tail_of(item.record)
             else:
                 self._sum(item)
         self._pending.clear()

@@ -33,7 +33,8 @@ class Checkpoint:
         path: the folder or file.
         format: ``dcp``, ``safetensors`` or ``torch``.
         index: every tensor, and where its bytes lie.
-        manifest: the content of ``reshard.json``; None where there is none.
+        manifest: the content of ``reshard.json``; None where there is none, or none that can be read.
+        manifest_fault: why it cannot be read.
         paths: key -> path in the nested state that was saved, where it is known.
         values: key -> what is not a tensor and is kept as a value in this format.
         object_content: key -> the bytes of an object, as stored; for the keys of ``index.objects``.
@@ -54,6 +55,7 @@ class Checkpoint:
     locate: Callable[[Int], None]
     values: dict[str, Any] = field(default_factory=dict)
     metadata_files: tuple[str, ...] = ()
+    manifest_fault: CheckpointUnsound | None = None
     version: str | None = None
 
     def __enter__(self) -> Checkpoint:
@@ -67,6 +69,16 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the files."""
         self.files.close()
+
+    def require_manifest(self) -> Manifest | None:
+        """The manifest, or None where there is none.
+
+        Raises:
+            CheckpointUnsound: there is one, and it is damaged.
+        """
+        if self.manifest_fault is not None:
+            raise self.manifest_fault
+        return self.manifest
 
     @property
     def keys(self) -> list[str]:
@@ -133,6 +145,8 @@ class Checkpoint:
         sizes = index.box(row).sizes
         strides = self.payloads.strides.get(row) or row_major_strides(sizes)
         start = int(self.payloads.start_bytes[row])
+        if start < 0:
+            raise ValueError(f"chunk {row} was not located")
         file = int(index.file[row])
         return read_strided(self.files, file, start, dtype, strides, box, observe)
 

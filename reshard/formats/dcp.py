@@ -9,6 +9,7 @@ from reshard.errors import CheckpointUnsound
 from reshard.formats import dcp_metadata, dcp_ranks, manifest
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp_payloads import DcpPayloads
+from reshard.formats.manifest import Manifest
 from reshard.storage.byte_ranges import SourceFiles
 
 NAME = "dcp"
@@ -22,7 +23,7 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
         also: further folders with some of its files, as nodes with disks of their own leave them.
 
     Raises:
-        CheckpointUnsound: the metadata or the manifest is missing or damaged, or the files are compressed.
+        CheckpointUnsound: the metadata is missing or damaged, or the files are compressed.
         StorageError: the file system failed to read them.
     """
     ranks = {} if (folder / dcp_metadata.FILE_NAME).exists() else dcp_ranks.metadata_files([folder, *also])
@@ -34,6 +35,7 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
             found=", ".join(sorted(metadata.transforms)),
             hint="load and save it with stock torch and the same extension, without compression",
         )
+    found, fault = _manifest(folder)
     index = metadata.index
     files = SourceFiles([_find(name, folder, also) for name in index.files])
     payloads = DcpPayloads(index, files)
@@ -41,7 +43,8 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
         path=folder,
         format=NAME,
         index=index,
-        manifest=manifest.read(folder) if manifest.exists(folder) else None,
+        manifest=found,
+        manifest_fault=fault,
         paths=metadata.paths,
         files=files,
         payloads=payloads.known,
@@ -52,6 +55,16 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
             manifest.FILE_NAME,
         ),
     )
+
+
+def _manifest(folder: Path) -> tuple[Manifest | None, CheckpointUnsound | None]:
+    """The manifest, or why it cannot be read: the tensors are there all the same, to be described and checked."""
+    if not manifest.exists(folder):
+        return None, None
+    try:
+        return manifest.read(folder), None
+    except CheckpointUnsound as fault:
+        return None, fault
 
 
 def _find(name: str, folder: Path, also: Sequence[Path]) -> Path:

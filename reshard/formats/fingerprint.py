@@ -9,10 +9,12 @@ of elements. The manifest keeps the fingerprints under ``files``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.errors import CheckpointUnsound
 from reshard.formats.checkpoint import Checkpoint
@@ -62,14 +64,35 @@ def fingerprints(checkpoint: Checkpoint, files: Collection[int] | None = None) -
     # Ranks without rows of a tensor all refer to one chunk.
     is_other = np.ones(len(order), dtype=bool)
     is_other[1:] = (np.diff(file) != 0) | (np.diff(start) != 0)
-    crc = crc[order][is_other].astype("<u4")
+    crc = crc[order][is_other]
     bounds = np.searchsorted(file[is_other], np.arange(len(index.files) + 1)).tolist()
     return {
-        index.files[number]: Fingerprint(
-            checkpoint.files.size_bytes(number), f"{zlib.crc32(crc[bounds[number] : bounds[number + 1]].tobytes()):08x}"
-        )
+        index.files[number]: fingerprint(checkpoint.files.size_bytes(number), crc[bounds[number] : bounds[number + 1]])
         for number in np.flatnonzero(chosen).tolist()
     }
+
+
+def fingerprint(length_bytes: int, crcs: NDArray[np.generic]) -> Fingerprint:
+    """Of a file of this length, with the CRC-32s of its contents in the order of their starts."""
+    return Fingerprint(length_bytes, f"{zlib.crc32(crcs.astype('<u4').tobytes()):08x}")
+
+
+def fingerprint_written(path: Path, archives: Iterable[tuple[int, int, bool]]) -> Fingerprint:
+    """Of a file just written, from the ends of its archives.
+
+    Args:
+        archives: start, length, and whether it holds a tensor.
+
+    Raises:
+        CheckpointUnsound, StorageError: what is in the file is not what was written.
+    """
+    crcs = []
+    with SourceFiles([path]) as files:
+        for start, length, is_tensor in sorted(archives):
+            records = object_records(files, 0, Place(path.name, start, length), path.name)
+            record = records.get("data/0" if is_tensor else "data.pkl")
+            crcs.append(0 if record is None else record.crc)
+        return fingerprint(files.size_bytes(0), np.array(crcs, dtype=np.int64))
 
 
 def recorded(manifest: Manifest) -> dict[str, Fingerprint] | None:

@@ -98,9 +98,12 @@ def cast(data: NDArray[np.generic], source: str, target: str) -> NDArray[np.gene
     if source == target:
         return data
     numbers = values(data, source)
-    if target == "bfloat16":
-        return _to_bfloat16(numbers.astype(np.float32))
-    with np.errstate(over="ignore"):
+    # What is too large becomes infinite and NaN stays NaN, as in torch; numpy would have something to say to it.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if target in ("bfloat16", "float16"):
+            # Torch has no shorter way from float64: it rounds twice.
+            single = numbers.astype(np.float32)
+            return _to_bfloat16(single) if target == "bfloat16" else single.astype(np.float16).view(raw(target))
         return numbers.astype(np.dtype(target)).view(raw(target))
 
 

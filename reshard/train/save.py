@@ -10,6 +10,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
         folder = ranks.broadcast(stage.path if stage else None)
         assert folder is not None
         with ranks.contact():
-            stock.save(collected.tensors, folder, ranks.group)
-        manifest = _manifest(state, collected, ranks, attempt)
+            written = stock.save(collected.tensors, folder, ranks.group)
+        files: dict[str, Any] = {name: mark.to_json() for part in ranks.gather(written) for name, mark in part.items()}
+        manifest = replace_fields(_manifest(state, collected, ranks, attempt), files=files)
         committed: Path | None = None
         with ranks.together():
             if stage is not None:

@@ -19,6 +19,7 @@ from reshard.errors import CheckpointUnsound, ReshardError, UsageError
 from reshard.formats import dcp_metadata
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp import NAME as DCP
+from reshard.formats.file_lengths import FileFault, file_faults
 from reshard.formats.fingerprint import object_records
 from reshard.formats.opening import open_checkpoint
 from reshard.index.index import ARCHIVE, Index, Int
@@ -28,7 +29,7 @@ from reshard.verify.finite import Position, verdicts
 from reshard.verify.parts import Content
 from reshard.verify.replicas import replica_faults
 from reshard.verify.report import Fault, Report, faults_of
-from reshard.verify.structure import FileFault, file_faults, files_beside
+from reshard.verify.structure import files_beside
 
 # So many are located at once: what is held of each meanwhile takes some hundred bytes.
 _BATCH = 1 << 14
@@ -100,6 +101,8 @@ def _describe(report: Report, checkpoint: Checkpoint) -> None:
 
 def _check(report: Report, checkpoint: Checkpoint, progress: Progress | None) -> None:
     report.faults += one_save.commit_faults(checkpoint.path)
+    if checkpoint.manifest_fault is not None:
+        report.faults += faults_of(checkpoint.manifest_fault)
     report.faults += one_save.manifest_faults(checkpoint)
     report.faults += _tiling_faults(checkpoint.index)
     files = _Files.of(checkpoint)

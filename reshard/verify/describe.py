@@ -11,6 +11,7 @@ from pathlib import Path
 
 from reshard.formats import dcp_metadata
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.file_lengths import FileFault, file_faults
 from reshard.formats.opening import open_checkpoint
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import Index
@@ -19,7 +20,7 @@ from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps, step_number, uncommitted
 from reshard.verify.checklist import OptimizerState, Part, checklist, optimizer_state, per_rank_objects, random_states
 from reshard.verify.report import rank_of
-from reshard.verify.structure import FileFault, file_faults, files_beside
+from reshard.verify.structure import files_beside
 
 _SUFFIXES = {"dcp": (".distcp",), "safetensors": (".safetensors",)}
 
@@ -176,8 +177,12 @@ def describe(path: Path, also: Sequence[Path] = ()) -> Description:
         present=[name for number, name in enumerate(index.files) if number not in absent],
         broken=broken,
         unreferenced=_unreferenced(checkpoint),
-        faults=[*map(str, broken), *_faults(checkpoint, state)],
+        faults=[*_manifest_faults(checkpoint), *map(str, broken), *_faults(checkpoint, state)],
     )
+
+
+def _manifest_faults(checkpoint: Checkpoint) -> list[str]:
+    return [] if checkpoint.manifest_fault is None else str(checkpoint.manifest_fault).splitlines()
 
 
 def _newest(path: Path) -> tuple[RunFolder | None, Path]:

@@ -255,6 +255,8 @@ def _largest_first(found: TensorDifference) -> tuple[float, str]:
 
 
 def _add_manifests(result: Diff, a: Checkpoint, b: Checkpoint) -> None:
+    for side in (a, b):
+        side.require_manifest()
     if a.manifest is not None and b.manifest is not None:
         result.manifest = list(value_differences(_fields(a.manifest), _fields(b.manifest)))
         return

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from reshard.errors import CheckpointNotFound, UsageError
 from reshard.formats import manifest as manifests
+from reshard.formats.file_lengths import file_faults
 from reshard.formats.fingerprint import fingerprints
 from reshard.formats.manifest import Manifest, World
 from reshard.formats.opening import open_checkpoint
 from reshard.index.index import ARCHIVE, IndexBuilder
 from reshard.verify.check import check
 from reshard.verify.report import Fault
-from reshard.verify.structure import file_faults
 
 OBJECTS = {"optim.param_groups.a.lr": 0.1, "extra.note": ["x", {"y": 1}]}
 
