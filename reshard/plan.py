@@ -83,7 +83,8 @@ def sharded_layout(index: Index, tensors: Int, whole: NDArray[np.bool_], mesh: M
         order.append(np.column_stack([chosen[position], shard, first_row, rows]))
     parts = np.concatenate(order) if order else np.zeros((0, 4), dtype=np.int64)
     parts = np.concatenate([parts, _without_rows(shapes)])
-    parts = parts[np.lexsort((parts[:, 2], parts[:, 0]))]
+    # Stable, and of each tensor the parts are in order already.
+    parts = parts[np.argsort(parts[:, 0], kind="stable")]
     position, shard = parts[:, 0], parts[:, 1]
     sizes = shapes[position].copy()
     offsets = np.zeros_like(sizes)
@@ -130,7 +131,7 @@ def _balanced(shard: Int, whole: NDArray[np.bool_], length_bytes: Int, mesh: Mes
     rank: Int = shard.copy()
     sharded = np.flatnonzero(~whole)
     if mesh.replicate == 1:
-        np.add.at(load, shard[sharded], length_bytes[sharded])
+        load += np.bincount(shard[sharded], length_bytes[sharded], minlength=mesh.ranks).astype(np.int64)
     else:
         for part in sharded[np.argsort(-length_bytes[sharded], kind="stable")].tolist():
             owners = np.arange(shard[part], mesh.ranks, mesh.shard)
@@ -146,12 +147,11 @@ def _balanced(shard: Int, whole: NDArray[np.bool_], length_bytes: Int, mesh: Mes
 
 def _prove_tiling(index: Index, tensors: Int) -> None:
     first = index.first
-    rows = np.concatenate(
-        [np.arange(first[t], first[t + 1]) for t in tensors.tolist()] or [np.zeros(0, dtype=np.int64)]
-    )
-    if len(tensors) == len(index.names):
-        rows = np.arange(len(index.file))
-    counts = np.concatenate([[0], np.cumsum(first[tensors + 1] - first[tensors])])
+    sizes = first[tensors + 1] - first[tensors]
+    counts = np.concatenate([[0], np.cumsum(sizes)])
+    rows: Int | slice = slice(None)
+    if len(tensors) != len(index.names):
+        rows = np.repeat(first[tensors] - counts[:-1], sizes) + np.arange(counts[-1])
     inexact = inexact_tensors(index.padded_shapes[tensors], counts, index.offsets[rows], index.sizes[rows])
     if not len(inexact):
         return
@@ -177,8 +177,9 @@ def _pieces(index: Index, layout: Layout) -> Iterator[tuple[NDArray[np.int32], N
     is_wanted[layout.tensor] = True
     stored = np.flatnonzero((index.sizes > 0).all(axis=1) & is_wanted[index.owner])
     start = base[index.owner[stored]] + index.offsets[stored, 0]
-    order = np.lexsort((*index.offsets[stored, :0:-1].T, start))
-    stored, start = stored[order], start[order]
+    if not (start[1:] > start[:-1]).all():
+        order = np.lexsort((*index.offsets[stored, :0:-1].T, start))
+        stored, start = stored[order], start[order]
     # Ends are in order as well in every grid. Where they are not, this only lets in candidates that fall out below.
     end = np.maximum.accumulate(start + index.sizes[stored, 0]) if len(stored) else start
     wanted_start = base[layout.tensor] + layout.offsets[:, 0]
@@ -203,11 +204,12 @@ def _pieces(index: Index, layout: Layout) -> Iterator[tuple[NDArray[np.int32], N
 
 
 def _prove_coverage(index: Index, layout: Layout, plan: Plan) -> None:
-    found = np.zeros(len(layout.tensor), dtype=np.int64)
+    elements = np.zeros(len(plan.source) + 1, dtype=np.int64)
     for begin in range(0, len(plan.source), _PAIRS_AT_ONCE):
-        pieces = slice(begin, begin + _PAIRS_AT_ONCE)
-        _, sizes = piece_boxes(index, layout, plan, pieces)
-        np.add.at(found, plan.wanted[pieces], sizes.prod(axis=1))
+        _, sizes = piece_boxes(index, layout, plan, slice(begin, begin + _PAIRS_AT_ONCE))
+        elements[begin + 1 : begin + 1 + len(sizes)] = sizes.prod(axis=1)
+    np.cumsum(elements, out=elements)
+    found = elements[plan.first[1:]] - elements[plan.first[:-1]]
     wrong = np.flatnonzero(found != layout.elements)
     if len(wrong):
         row = int(wrong[0])

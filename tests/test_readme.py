@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import reshard
 from reshard.cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +27,10 @@ QUICKSTART = "bash scripts/quickstart.sh"
 TEST = "bash scripts/test.sh"
 BATCH = "reshard batch --global-batch 256 --micro-batch 8 --world-size 6"
 LAUNCH = "bash scripts/launch.sh --ranks 2 scripts/train_fsdp.py --config scripts/configs/tiny.yaml steps=20"
+INSPECT = "reshard inspect runs/quickstart/broken/checkpoints"
+OFFLINE = "reshard offline runs/quickstart/broken/checkpoints runs/quickstart/for-8/step-60 --world-size 8"
+CHECK = "reshard check --deep runs/quickstart/for-8"
+DIFF = "reshard diff runs/quickstart/broken/checkpoints runs/quickstart/for-8"
 COMPARE = (
     "reshard compare-traces runs/quickstart/straight/trace.jsonl runs/quickstart/broken/trace.jsonl --plot loss.png"
 )
@@ -47,8 +53,25 @@ def block_after(marker: str) -> str:
     return match.group(1)
 
 
+def settled(text: str) -> str:
+    """An output without times, speeds, versions and the bytes of random states, which vary from run to run."""
+    text = re.sub(r"(?m)^  (written by|saved) .*$", r"  \1", text)
+    text = re.sub(r"\d[\d.]* ([kMG]B|GB/s|[kM]\b|s\b)", r"# \1", text)
+    return re.sub(r" +", " ", re.sub(r"\b\d+\.\d+\b", "#", text))
+
+
 def test_no_command_goes_untested() -> None:
-    assert set(COMMAND.findall(README)) == {QUICKSTART, TEST, BATCH, LAUNCH, COMPARE}
+    assert set(COMMAND.findall(README)) == {
+        QUICKSTART,
+        TEST,
+        BATCH,
+        LAUNCH,
+        INSPECT,
+        OFFLINE,
+        CHECK,
+        DIFF,
+        COMPARE,
+    }
     assert TEST in (ROOT / ".ci" / "run").read_text()
 
 
@@ -63,6 +86,17 @@ def test_the_quickstart_and_the_comparison(tmp_path: Path) -> None:
         assert line in printed
     assert shown[-1] in printed and shown[-2] in printed
     assert (tmp_path / "quickstart" / "loss.png").stat().st_size > 10_000
+
+    for command in (INSPECT, OFFLINE, CHECK, DIFF):
+        result = run(command.replace("runs/quickstart", str(tmp_path / "quickstart")))
+        assert result.returncode == 0, result.stdout + result.stderr
+        printed = result.stdout.replace(str(tmp_path / "quickstart"), "runs/quickstart")
+        assert settled(printed) == settled(block_after(f"output of: {command}")), printed
+    code = re.search(r"```python\n(with reshard\.open_checkpoint.*?)```", README, re.DOTALL)
+    assert code
+    names: dict[str, Any] = {"reshard": reshard}
+    exec(code.group(1).replace("runs/quickstart", str(tmp_path / "quickstart")), names)
+    assert names["rows"].shape[0] == 8
 
     compare = COMPARE.replace("runs/quickstart", str(tmp_path / "quickstart"))
     result = run(compare, cwd=tmp_path)

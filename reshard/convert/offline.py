@@ -21,7 +21,7 @@ import numpy as np
 
 from reshard.batch.plan import BatchPlan
 from reshard.convert.selection import Selection, select, stored_whole
-from reshard.engine.run import SEGMENT_BYTES, Budget, finish, segments_of, write_segments
+from reshard.engine.run import SEGMENT_BYTES, Budget, create_files, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
 from reshard.engine.spans import Job
 from reshard.environment import control_timeout_s, launched_as
@@ -176,14 +176,16 @@ def run(
         prepared.checkpoint,
         SharedWork(destination, _job_name(prepared), rank, ranks, launch, control_timeout_s()) as work,
     ):
-        done = {Segment(*entry["segment"]): _outcome(entry) for entry in work.noted()} if work.continued else {}
         segments = segments_of(prepared.job)
-        finished_bytes = sum(segment.length_bytes for segment in segments if segment in done)
         if rank == 0:
-            _require_space(destination, prepared.written_bytes - finished_bytes)
-            work.tell("may write")
+            done = _done(prepared.job, work)
+            _require_space(destination, prepared.written_bytes - sum(segment.length_bytes for segment in done))
+            create_files(prepared.job, work.folder)
+            # One rank says what is done: the others may look when some have begun to write.
+            work.tell("may write", sorted(done))
         else:
-            work.hear("may write", 0)
+            done = {Segment(*entry) for entry in work.hear("may write", 0)}
+        finished_bytes = sum(segment.length_bytes for segment in done)
         mine = _share([segment for segment in segments if segment not in done], rank, ranks)
         advance(finished_bytes)
         write_segments(
@@ -308,6 +310,19 @@ def _peak_bytes() -> int:
 def _share(segments: Sequence[Segment], rank: int, ranks: int) -> list[Segment]:
     """This rank's segments: neighbours, so that files are shared by as few ranks as can be."""
     return list(segments[len(segments) * rank // ranks : len(segments) * (rank + 1) // ranks])
+
+
+def _done(job: Job, work: SharedWork) -> set[Segment]:
+    """The segments that launches before have written; none if a file has been lost or cut since."""
+    if not work.continued:
+        return set()
+    done = {Segment(*entry["segment"]) for entry in work.noted()}
+    for segment in done:
+        path = work.folder / job.output.names[segment.file]
+        if not path.exists() or path.stat().st_size < segment.end:
+            work.forget()
+            return set()
+    return done
 
 
 def _entry(segment: Segment, outcome: Outcome) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def banded(job: Job, record: int, start: int, end: int, observe: Observer) -> It
     number = int(layout.tensor[box_row])
     dims = len(source.index.shapes[number])
     whole = Box(tuple(layout.offsets[box_row, :dims].tolist()), tuple(layout.sizes[box_row, :dims].tolist()))
-    width = ITEM_BYTES[job.output.dtypes[record]]
+    width = ITEM_BYTES[job.output.dtypes[number]]
     pieces = slice(int(job.plan.first[box_row]), int(job.plan.first[box_row + 1]))
     low, sizes = (columns[:, :dims] for columns in piece_boxes(source.index, layout, job.plan, pieces))
     rows = job.plan.source[pieces].tolist()
@@ -41,8 +41,8 @@ def banded(job: Job, record: int, start: int, end: int, observe: Observer) -> It
         first, band = band_at(whole.sizes, element, BAND_BYTES // max(width, ITEM_BYTES[source.index.dtypes[number]]))
         place = Box(tuple(a + b for a, b in zip(whole.offsets, band.offsets, strict=True)), band.sizes)
         content = _assembled(job, number, place, rows, low, sizes, observe)
-        if source.index.dtypes[number] != job.output.dtypes[record]:
-            content = cast(content, source.index.dtypes[number], job.output.dtypes[record])
+        if source.index.dtypes[number] != job.output.dtypes[number]:
+            content = cast(content, source.index.dtypes[number], job.output.dtypes[number])
         view = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
         yield view[max(0, start - first * width) : end - first * width]
         element = first + band.elements

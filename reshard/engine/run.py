@@ -22,6 +22,7 @@ from reshard.engine.segment import Cancelled, Outcome, Parts, Segment, SegmentWr
 from reshard.engine.spans import Job, rows_of
 from reshard.errors import UsageError
 from reshard.index.index import Int
+from reshard.storage.durable import fsync_tree
 
 SEGMENT_BYTES = 64 << 20
 BLOCK_BYTES = 8 << 20
@@ -61,6 +62,17 @@ def segments_of(job: Job) -> list[Segment]:
         for start in range(0, length, SEGMENT_BYTES):
             segments.append(Segment(file, start, min(start + SEGMENT_BYTES, length)))
     return segments
+
+
+def create_files(job: Job, folder: Path) -> None:
+    """Creates the files, durably: a segment that is noted as done must not be lost with the name of its file.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    for file in range(len(job.output.names)):
+        _open(job, folder, file).close()
+    fsync_tree(folder)
 
 
 def write_segments(

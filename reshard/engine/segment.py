@@ -173,12 +173,18 @@ class SegmentWriter:
         return None
 
     def _spans(self, record: int, spans: list[Span], low: int, high: int) -> None:
+        payloads = self._job.source.payloads
+        contents = payloads.contents
         for span in spans:
             begin, end = max(low, span.start), min(high, span.start + span.length)
             while begin < end:
                 view = self._room(end - begin)
                 place = span.place + begin - span.start
-                self._reads.append(_Read(span.file, place, view))
+                if (content := contents.get(span.row)) is not None:
+                    inside = place - int(payloads.record_start_bytes[span.row])
+                    view[:] = content[inside : inside + len(view)]
+                else:
+                    self._reads.append(_Read(span.file, place, view))
                 self._pending.append(_Part(record, view, span.row, place))
                 begin += len(view)
 

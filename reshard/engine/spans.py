@@ -67,9 +67,8 @@ def spans_of(job: Job, records: range) -> dict[int, list[Span] | None]:
     rows = job.plan.source[pieces].astype(np.int64)
     job.source.locate(np.unique(rows))
     moves, source_start, start, length = _moves(job, pieces, rows)
-    moves &= np.array(
-        [output.dtypes[record] == dtype for record, dtype in zip(owner.tolist(), _dtypes(job, rows), strict=True)]
-    )
+    is_cast = np.array([a != b for a, b in zip(job.source.index.dtypes, output.dtypes, strict=True)], dtype=bool)
+    moves &= ~is_cast[job.source.index.owner[rows]]
     for record in np.unique(owner[~moves]).tolist():
         spans[record] = None
     order = np.lexsort((start, owner))
@@ -98,17 +97,13 @@ def _pieces(plan: Plan, boxes: Int, records: Int) -> tuple[Int, Int]:
     return begin + np.arange(len(owner)), owner
 
 
-def _dtypes(job: Job, rows: Int) -> list[str]:
-    index = job.source.index
-    return [index.dtypes[number] for number in index.owner[rows].tolist()]
-
-
 def _moves(job: Job, pieces: Int, rows: Int) -> tuple[NDArray[np.bool_], Int, Int, Int]:
     """Which pieces are spans; and of each its first byte in its chunk, its first byte in its box, its bytes."""
     index, layout = job.source.index, job.layout
     wanted = job.plan.wanted[pieces]
     low, sizes = piece_boxes(index, layout, job.plan, pieces)
-    width = np.array([ITEM_BYTES[dtype] for dtype in index.dtypes], dtype=np.int64)[index.owner[rows]]
+    # A dtype without a width is that of a tensor which is not copied.
+    width = np.array([ITEM_BYTES.get(dtype, 0) for dtype in index.dtypes], dtype=np.int64)[index.owner[rows]]
     in_chunk = _first_element(low - index.offsets[rows], index.sizes[rows])
     in_box = _first_element(low - layout.offsets[wanted], layout.sizes[wanted])
     dense = _lie_together(sizes, index.sizes[rows]) & _lie_together(sizes, layout.sizes[wanted])

@@ -40,6 +40,7 @@ _STORAGES = {
 }  # fmt: skip
 
 
+@functools.cache
 def head_bytes(dtype: str, dims: int, is_large: bool) -> int:
     """Length of what precedes the elements; ``is_large`` from `ZIP64_BYTES` of elements on."""
     return len(head(dtype, (0,) * dims, ZIP64_BYTES if is_large else 0))

@@ -31,25 +31,32 @@ class DcpFiles:
     objects: dict[str, Place]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Archives:
     """Frames of ``torch.save``."""
 
+    source: Index
+    layout: Layout
     dtypes: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    payload_bytes: Sequence[int]
-    pad_bytes: Sequence[int]
+    box: Int
+    payload_bytes: Int
+    pad_bytes: Int
 
     def head(self, record: int) -> bytes:
-        if not self.dtypes[record]:
+        if (box := int(self.box[record])) < 0:
             return b""
-        return archive_parts.head(self.dtypes[record], self.shapes[record], self.payload_bytes[record])
+        return archive_parts.head(*self._tensor(box), int(self.payload_bytes[record]))
 
     def tail(self, record: int, crc: int) -> bytes:
-        if not self.dtypes[record]:
+        if (box := int(self.box[record])) < 0:
             return b""
-        length = self.payload_bytes[record]
-        return archive_parts.tail(self.dtypes[record], self.shapes[record], length, crc, self.pad_bytes[record])
+        length, pad = int(self.payload_bytes[record]), int(self.pad_bytes[record])
+        return archive_parts.tail(*self._tensor(box), length, crc, pad)
+
+    def _tensor(self, box: int) -> tuple[str, tuple[int, ...]]:
+        number = int(self.layout.tensor[box])
+        dims = len(self.source.shapes[number])
+        return self.dtypes[number], tuple(self.layout.sizes[box, :dims].tolist())
 
 
 def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: Mapping[str, Place]) -> DcpFiles:
@@ -60,9 +67,10 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
         dtypes: of each tensor of ``source`` as it is to be written.
         objects: stored objects to copy, by key.
     """
-    shapes, box_dtypes = _boxes(source, layout, dtypes)
-    head, tail = _frame_bytes(shapes, box_dtypes, layout)
-    payload = layout.elements * np.array([ITEM_BYTES[dtype] for dtype in box_dtypes], dtype=np.int64)
+    # A dtype that cannot be written is that of a tensor which is not in the layout.
+    widths = np.array([ITEM_BYTES.get(dtype, 0) for dtype in dtypes], dtype=np.int64)
+    payload = layout.elements * widths[layout.tensor]
+    head, tail = _frame_bytes(source, layout, dtypes, payload)
     archive = -(-(head + payload + tail) // ALIGNMENT) * ALIGNMENT
     copied = np.array([place.length_bytes for place in objects.values()], dtype=np.int64)
     count = len(copied)
@@ -78,18 +86,16 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
     heads = np.concatenate([np.zeros(count, dtype=np.int64), head])[order]
     payloads = np.concatenate([copied, payload])[order]
     box = np.concatenate([np.full(count, -1), np.arange(len(layout.tensor))])[order]
-    record_dtypes = [box_dtypes[number] if number >= 0 else "" for number in box.tolist()]
-    record_shapes = [shapes[number] if number >= 0 else () for number in box.tolist()]
     tails = np.concatenate([np.zeros(count, dtype=np.int64), tail])[order]
     pads = length - heads - payloads - tails
     ends = start + length
     names = [f"__{number}_0.distcp" for number in ranks.tolist()]
     source_files = {name: number for number, name in enumerate(source.files)}
-    places = list(objects.values())
+    record_of = np.empty(len(order), dtype=np.int64)
+    record_of[order] = np.arange(len(order))
     copies = {
-        record: (source_files[places[number].file], places[number].start_bytes)
-        for record, number in enumerate(order.tolist())
-        if number < count
+        record: (source_files[place.file], place.start_bytes)
+        for record, place in zip(record_of[:count].tolist(), objects.values(), strict=True)
     }
     output = Output(
         names=names,
@@ -101,12 +107,10 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
         payload_bytes=payloads,
         end=ends,
         box=box,
-        dtypes=record_dtypes,
-        frames=_Archives(record_dtypes, record_shapes, payloads.tolist(), pads.tolist()),
+        dtypes=dtypes,
+        frames=_Archives(source, layout, dtypes, box, payloads, pads),
         copies=copies,
     )
-    record_of = np.empty(len(order), dtype=np.int64)
-    record_of[order] = np.arange(len(order))
     written = {
         key: Place(names[int(file[record])], int(start[record]), int(length[record]))
         for key, record in zip(objects, record_of[:count].tolist(), strict=True)
@@ -115,27 +119,15 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
     return DcpFiles(output, index, written)
 
 
-def _boxes(source: Index, layout: Layout, dtypes: Sequence[str]) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Shape and dtype of each box, in the dims of its tensor."""
-    tensors = layout.tensor.tolist()
-    shapes = [
-        tuple(sizes[: len(source.shapes[number])]) for sizes, number in zip(layout.sizes.tolist(), tensors, strict=True)
-    ]
-    return shapes, [dtypes[number] for number in tensors]
-
-
-def _frame_bytes(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], layout: Layout) -> tuple[Int, Int]:
-    known: dict[tuple[str, int, bool], int] = {}
-    head = np.empty(len(shapes), dtype=np.int64)
-    tail = np.empty(len(shapes), dtype=np.int64)
-    for row, (shape, dtype, elements) in enumerate(zip(shapes, dtypes, layout.elements.tolist(), strict=True)):
-        is_large = elements * ITEM_BYTES[dtype] >= ZIP64_BYTES
-        kind = (dtype, len(shape), is_large)
-        if kind not in known:
-            known[kind] = archive_parts.head_bytes(*kind)
-        head[row] = known[kind]
-        tail[row] = archive_parts.tail_bytes(is_large)
-    return head, tail
+def _frame_bytes(source: Index, layout: Layout, dtypes: Sequence[str], payload: Int) -> tuple[Int, Int]:
+    """Bytes before and behind the elements of each box: the same for all boxes of a tensor, below 4 GiB."""
+    is_large = payload >= ZIP64_BYTES
+    head = np.zeros((len(source.names), 2), dtype=np.int64)
+    for number in np.unique(layout.tensor).tolist():
+        for large in (False, True):
+            head[number, int(large)] = archive_parts.head_bytes(dtypes[number], len(source.shapes[number]), large)
+    tail = np.where(is_large, archive_parts.tail_bytes(True), archive_parts.tail_bytes(False))
+    return head[layout.tensor, is_large.astype(np.int64)], tail
 
 
 def _index(

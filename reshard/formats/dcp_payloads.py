@@ -34,6 +34,9 @@ _RUN_BYTES = 1 << 20
 _CENTRAL_HEADER = b"PK\x01\x02"
 _CRC_IN_CENTRAL_HEADER = 16
 _MOST_TEMPLATES = 8
+# Kept contents take at most some 16 MiB, and save reading the pages of tiny chunks again.
+_TINY_BYTES = 64
+_MOST_CONTENTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class DcpPayloads:
         known.record_bytes[row] = length
         if template.is_strided:
             known.strides[row] = tensor.strides
+        if length <= _TINY_BYTES and len(known.contents) < _MOST_CONTENTS:
+            known.contents[row] = window.read(tensor.record.start_bytes, length)
         known.start_bytes[row] = window.start + tensor.start_bytes
 
     def _parsed(self, window: _Window) -> tuple[_Template, int]:

@@ -36,7 +36,7 @@ class Output:
         first: (files + 1,) the records of file f are first[f] to first[f + 1].
         file, start, payload_start, payload_bytes, end: of each record, bytes in its file.
         box: row of the layout whose elements the payload is; -1 for a copy of stored bytes.
-        dtypes: of each record's elements as written; "" for a copy.
+        dtypes: of each tensor of the source, as its elements are written.
         copies: record -> (file of the source, start) of the stored bytes that it copies.
         frames: gives the bytes around payloads.
     """

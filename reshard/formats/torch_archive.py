@@ -116,6 +116,9 @@ def read_tensor(read: Reader, length_bytes: int, path: Path, key: str) -> Archiv
         return _archived(tensor, records)
     except (_Fault, struct.error) as fault:
         raise CheckpointUnsound(f"not the archive of one tensor ({fault})", path=path, key=key) from fault
+    except CheckpointUnsound as error:
+        error.path, error.key = error.path or str(path), error.key or key
+        raise
 
 
 class Stored(NamedTuple):

@@ -45,7 +45,8 @@ def inexact_tensors(shapes: Int, first: Int, offsets: Int, sizes: Int) -> Int:
     asked = (shapes > 0).all(axis=1)
     # A dim is cut where some chunk does not span it. The first stands in where none is cut: a scalar can be missing.
     cut = np.zeros(shapes.shape, dtype=bool)
-    np.logical_or.at(cut, owner, sizes != shapes[owner])
+    for dim in range(shapes.shape[1]):
+        cut[owner[sizes[:, dim] != shapes[owner, dim]], dim] = True
     cut[:, 0] |= ~cut.any(axis=1)
     for dims in _distinct(cut[asked], axis=0):
         chosen = asked & ~wrong & (cut == dims).all(axis=1)

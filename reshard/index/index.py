@@ -81,6 +81,7 @@ class Payloads:
         crc: the CRC-32 that the file records for the whole stored payload; -1 where it has none.
         record_bytes: how many bytes that CRC covers, from ``record_start_bytes`` on.
         strides: elements to step over per dim, for the rows whose elements do not lie in row-major order.
+        contents: the stored records of some tiny chunks, which were in memory anyhow when they were found.
     """
 
     start_bytes: Int
@@ -88,6 +89,7 @@ class Payloads:
     record_start_bytes: Int
     record_bytes: Int
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)
 
     @classmethod
     def unknown(cls, rows: int) -> Payloads:

@@ -25,7 +25,14 @@ from typing import Any
 
 from reshard.errors import ReshardError, StorageError, UsageError
 from reshard.storage.commit import put_in_place
-from reshard.storage.durable import fsync_tree, make_folder, remove_tree, storage_errors, write_atomic
+from reshard.storage.durable import (
+    fsync_tree,
+    make_folder,
+    remove_tree,
+    storage_errors,
+    temporary_target,
+    write_atomic,
+)
 from reshard.storage.steps import REPLACED, STAGING
 
 _POLL_S = 0.05
@@ -61,7 +68,7 @@ class SharedWork:
         self._timeout_s = timeout_s
         self._work = self.root / "work"
         self._lock: int | None = None
-        self._journal: Any = None
+        self._journal: int | None = None
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True, name="reshard-heartbeat")
 
@@ -80,9 +87,9 @@ class SharedWork:
     ) -> None:
         if self.ranks > 1 and isinstance(value, Exception) and not getattr(value, "is_shared", False):
             self._share(value)
-        self._stop.set()
+        self._stop_heart()
         if self._journal is not None:
-            self._journal.close()
+            os.close(self._journal)
         if self._lock is not None:
             os.close(self._lock)
 
@@ -93,12 +100,14 @@ class SharedWork:
             StorageError: the file system refused.
         """
         path = self._work / f"journal-{self.rank}.jsonl"
+        # On a line of its own even where a crash or a full disk has left a torn one.
+        line = memoryview(b"\n" + json.dumps(entry).encode() + b"\n")
         with storage_errors("write", path):
             if self._journal is None:
-                self._journal = path.open("a")
-            self._journal.write(json.dumps(entry) + "\n")
-            self._journal.flush()
-            os.fdatasync(self._journal.fileno())
+                self._journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            while line:
+                line = line[os.write(self._journal, line) :]
+            os.fdatasync(self._journal)
 
     def noted(self) -> list[dict[str, Any]]:
         """All lines of all journals. A line that a crash cut short is left out.
@@ -114,6 +123,15 @@ class SharedWork:
                 with contextlib.suppress(ValueError):
                     entries.append(json.loads(line))
         return entries
+
+    def forget(self) -> None:
+        """Throws away all journals; before any rank of this launch notes something.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        for path in self._work.glob("journal-*.jsonl"):
+            remove_tree(path)
 
     def tell(self, event: str, value: Any = None) -> None:
         """Tells the other ranks that this one has come to an event.
@@ -159,6 +177,9 @@ class SharedWork:
             self.continued = True
             for path in self._work.iterdir():
                 if path.name not in ("job", "lock") and not path.name.startswith("journal-"):
+                    remove_tree(path)
+            for path in self.folder.iterdir():
+                if temporary_target(path.name) is not None:
                     remove_tree(path)
             return
         remove_tree(self.folder)
@@ -239,6 +260,11 @@ class SharedWork:
 
     def _event(self, event: str, rank: int) -> Path:
         return self._work / f"{self._launch}.{event}.{rank}"
+
+    def _stop_heart(self) -> None:
+        self._stop.set()
+        if self._heart.is_alive():
+            self._heart.join()
 
     def _beat(self) -> None:
         number = 0

