@@ -33,7 +33,7 @@ from reshard.storage.durable import (
     temporary_target,
     write_atomic,
 )
-from reshard.storage.steps import REPLACED, STAGING
+from reshard.storage.steps import REPLACED, STAGING, move_to_trash
 
 _POLL_S = 0.05
 _BEAT_S = 2.0
@@ -160,6 +160,9 @@ class SharedWork:
             fsync_tree(self.folder)
             aside = self.destination.with_name(f"{REPLACED}{self.destination.name}-offline")
             put_in_place(self.folder, self.destination, aside)
+            if os.path.lexists(aside):
+                # A launch before had set it aside, and came no further.
+                move_to_trash(aside)
             self.tell("committed")
             self._see_off()
             remove_tree(self.root)

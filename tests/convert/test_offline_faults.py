@@ -198,7 +198,7 @@ def test_a_flipped_bit_in_what_is_rearranged(tmp_path: Path, mode: str) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("stride", [1])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_flipped_bit_of_an_archive_is_refused_or_harmless(tmp_path: Path, stride: int) -> None:
     tensor = any_bits((4, 3), torch.float32)
     source = write_boxes(tmp_path / "source", {"model.w": (tensor, rows_of(tensor, 1))}, files=1)
@@ -585,7 +585,7 @@ def test_a_run_that_dies_again_and_again_gets_there(tmp_path: Path, source: Path
     for _ in range(100):
 
         def action() -> None:
-            Faults(made.parent, 60, die)
+            Faults(made.parent, 80, die)
             small_run(source, made, 3)
 
         status = in_child(action)
