@@ -106,9 +106,9 @@ class SourceFiles:
             descriptor = self._descriptors.get(file)
             if descriptor is None:
                 descriptor = self._descriptors[file] = self._open(file)
-                self._close_idle()
             self._descriptors.move_to_end(file)
             self._users[file] = self._users.get(file, 0) + 1
+            self._close_idle()
         try:
             yield descriptor
         finally:

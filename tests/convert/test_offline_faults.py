@@ -134,23 +134,6 @@ def test_files_that_are_missing_are_all_named_and_found_elsewhere(tmp_path: Path
     assert_same(stock_tensors(tmp_path / "made"), STATE)
 
 
-def payload_place(folder: Path, key: str, offsets: tuple[int, ...]) -> tuple[Path, int, int]:
-    """File, first byte and length of a chunk's elements, found by the standard library."""
-    info = sharded.places(folder)[key, offsets]
-    path = folder / info.relative_path
-    content = path.read_bytes()[info.offset : info.offset + info.length]
-    with zipfile.ZipFile(_stream(content)) as archive:
-        (record,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
-        name_bytes, extra_bytes = struct.unpack_from("<HH", content, record.header_offset + 26)
-        return path, info.offset + record.header_offset + 30 + name_bytes + extra_bytes, record.file_size
-
-
-def _stream(content: bytes) -> Any:
-    import io
-
-    return io.BytesIO(content)
-
-
 def flip(path: Path, at: int, bit: int = 3) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
@@ -164,7 +147,7 @@ def test_a_flipped_bit_is_found_whatever_the_ranks(tmp_path: Path, before: int, 
     rows = -(-40 // before)
     for first in range(0, 40, rows):
         for inside in (0, 700, -1):
-            path, start, length = payload_place(source, "model.a", (first, 0))
+            path, start, length = rewriting.payload_place(source, "model.a", (first, 0))
             at = start + inside % length
             flip(path, at)
             with pytest.raises(CheckpointUnsound) as caught:
@@ -179,7 +162,7 @@ def test_a_flipped_bit_is_found_whatever_the_ranks(tmp_path: Path, before: int, 
 
 def test_a_flipped_bit_in_segments_that_cut_every_chunk(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine, "SEGMENT_BYTES", 4096)
-    path, start, _ = payload_place(source, "model.a", (20, 0))
+    path, start, _ = rewriting.payload_place(source, "model.a", (20, 0))
     flip(path, start + 1300)
     refused(tmp_path, source, path.name, "model.a", "CRC-32")
 
@@ -188,7 +171,7 @@ def test_a_flipped_bit_in_segments_that_cut_every_chunk(tmp_path: Path, source: 
 def test_a_flipped_bit_in_what_is_rearranged(tmp_path: Path, mode: str) -> None:
     tensor = any_bits((300, 200), torch.float32)
     source = write_source(tmp_path / "source", 1, {"model.w": tensor.t() if mode == "transposed" else tensor})
-    path, start, _ = payload_place(source, "model.w", (0, 0))
+    path, start, _ = rewriting.payload_place(source, "model.w", (0, 0))
     flip(path, start + 100_003)
     # Of a transposed chunk that is cut there are no stretches long enough to keep books of.
     ranks, dtype = (1, None) if mode == "transposed" else (3, "bf16")

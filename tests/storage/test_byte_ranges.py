@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import random
 import threading
 from pathlib import Path
@@ -10,6 +9,10 @@ import pytest
 from reshard.errors import CheckpointUnsound
 from reshard.storage import byte_ranges
 from reshard.storage.byte_ranges import SourceFiles
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture
@@ -54,14 +57,14 @@ def test_a_file_that_is_missing_is_named_with_a_way_out(tmp_path: Path) -> None:
 
 def test_few_files_are_open_at_a_time(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_ranges, "MOST_OPEN_FILES", 3)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     files = SourceFiles(paths)
     for _ in range(2):
         for number in range(12):
             assert files.read(number, 10, 5) == paths[number].read_bytes()[10:15]
-            assert len(os.listdir("/proc/self/fd")) <= before + 3
+            assert open_files() <= before + 3
     files.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_threads_share_files(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
