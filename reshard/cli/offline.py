@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.cli.output import print_json, print_text, print_warning
 from reshard.cli.progress import byte_progress
 from reshard.cli.units import bytes_text, plural, some
+from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from reshard.convert.offline import Prepared, Summary
     from reshard.geometry.mesh import Mesh
 
+_HEAD_START_S = 5.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -53,19 +58,20 @@ def _run(args: argparse.Namespace) -> int:
     from reshard.environment import launched_as
 
     rank, ranks, _ = launched_as()
-    prepared = offline.prepare(
-        args.source,
-        _mesh(args),
-        only=args.only,
-        dtype=args.dtype,
-        drop=args.drop,
-        also=args.also,
-        memory_bytes=args.memory,
-        processes=ranks,
-    )
+    with _first_rank_first(rank):
+        prepared = offline.prepare(
+            args.source,
+            _mesh(args),
+            only=args.only,
+            dtype=args.dtype,
+            drop=args.drop,
+            also=args.also,
+            memory_bytes=args.memory,
+            processes=ranks,
+        )
+        offline.check_destination(prepared, args.destination, force=args.force)
     if args.dry_run:
         with prepared.checkpoint:
-            offline.check_destination(prepared, args.destination, force=args.force)
             if rank == 0:
                 _print(args, _plan_fields(prepared), _describe_plan(prepared, args.destination))
         return 0
@@ -82,6 +88,17 @@ def _run(args: argparse.Namespace) -> int:
     if rank == 0:
         _print(args, {**_plan_fields(prepared), **_summary_fields(summary)}, _describe(summary))
     return 0
+
+
+@contextlib.contextmanager
+def _first_rank_first(rank: int) -> Iterator[None]:
+    """Lets rank 0 tell what most likely all ranks meet, and the launcher end the others, before they tell it too."""
+    try:
+        yield
+    except ReshardError:
+        if rank:
+            time.sleep(_HEAD_START_S)
+        raise
 
 
 def _mesh(args: argparse.Namespace) -> Mesh:

@@ -179,6 +179,8 @@ def _complete(job: Job, target: BlockFile, record: int, crc: int) -> None:
 
 def _check_sources(job: Job, sources: Parts) -> None:
     payloads = job.source.payloads
+    # Other processes, or a run before, may have read them.
+    job.source.locate(np.array(sorted(sources), dtype=np.int64))
     for row, parts in sources.items():
         # Where two segments share a band, both have read it.
         unique = set(parts)

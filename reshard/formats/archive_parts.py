@@ -29,8 +29,9 @@ ALIGNMENT = 64
 _FOLDER = "archive"
 _NAMES = ("data.pkl", "byteorder", "version", "data/0")
 _SMALL = {"byteorder": b"little", "version": b"3\n"}
-# From here on a size does not fit the 32 bits of the plain zip format.
-ZIP64_BYTES = 0xFFFFFFFF
+_MASK32 = 0xFFFFFFFF
+# From here on the place of the central headers, if not yet the size, does not fit the 32 bits of the plain zip format.
+ZIP64_BYTES = _MASK32 - (1 << 16)
 
 _STORAGES = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
@@ -124,7 +125,7 @@ def _central(name: str, crc: int, length_bytes: int, position: int, flags: int) 
     path = f"{_FOLDER}/{name}".encode()
     is_large = length_bytes >= ZIP64_BYTES
     extra = struct.pack("<HHQQ", 1, 16, length_bytes, length_bytes) if is_large else b""
-    stated = min(length_bytes, ZIP64_BYTES)
+    stated = _MASK32 if is_large else length_bytes
     header = struct.pack(
         "<4s6HIII5HII",
         b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, stated, stated, len(path), len(extra), 0, 0, 0, 0, position,
@@ -134,7 +135,9 @@ def _central(name: str, crc: int, length_bytes: int, position: int, flags: int) 
 
 def _end(directory_bytes: int, start: int, is_large: bool) -> bytes:
     count = len(_NAMES)
-    plain = struct.pack("<4s4HIIH", b"PK\x05\x06", 0, 0, count, count, directory_bytes, min(start, ZIP64_BYTES), 0)
+    plain = struct.pack(
+        "<4s4HIIH", b"PK\x05\x06", 0, 0, count, count, directory_bytes, _MASK32 if is_large else start, 0
+    )
     if not is_large:
         return plain
     end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, directory_bytes, start)

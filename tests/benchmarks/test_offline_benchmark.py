@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import subprocess
 import sys
@@ -74,3 +76,41 @@ def test_the_table_names_each_goal_and_nothing_is_left_behind(output: tuple[str,
     table = [line for line in text.splitlines() if not line.startswith("{")]
     assert any("memory / allowed" in line and line.endswith("met") for line in table)
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The benchmark's `contest` and `record`, as its own scripts import them."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("contest"), importlib.import_module("record")
+
+
+def test_a_contender_that_fails_is_reported_and_the_others_go_on(modules: tuple[Any, Any], tmp_path: Path) -> None:
+    contest, record = modules
+    commands = {
+        "absent": ["/no/such/program"],
+        "fails": [sys.executable, "-c", "raise SystemExit('out of luck')"],
+        "works": [sys.executable, "-c", "print('{\"inside_s\": 0.5}')"],
+    }
+    contenders = {name: contest.Contender(command) for name, command in commands.items()}
+    kept = record.Record(io.StringIO())
+    contest.Bench(kept, {"disk": tmp_path}, 1.0, 1, False).contest("any", "case", "disk", contenders)
+    of = {line["contender"]: line for line in kept.lines}
+    assert "No such file" in of["absent"]["failed"]
+    assert "out of luck" in of["fails"]["failed"]
+    assert of["works"]["inside_s"] == 0.5
+    assert any("failed: " in row[4] for row in record.medians(kept.lines))
+
+
+def test_a_ratio_is_the_median_of_the_ratios_within_repeats(modules: tuple[Any, Any]) -> None:
+    _, record = modules
+    place = {"section": "s", "case": "c", "where": "disk"}
+    seconds = {"ours": [1.0, 10.0, 2.0], "theirs": [2.0, 40.0, 6.0, 1.0]}
+    lines = [
+        {**place, "contender": name, "repeat": repeat, "seconds": value}
+        for name, values in seconds.items()
+        for repeat, value in enumerate(values)
+    ]
+    goal = record.Goal("s", "theirs / ours", ("theirs", "seconds"), ("ours", "seconds"), False, 3.0)
+    (found,) = goal.found(lines)
+    assert (found["each"], found["median"], found["met"]) == ([2.0, 4.0, 3.0], 3.0, True)
