@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+import random
+import resource
+from pathlib import Path
+
+import pytest
+
+from reshard.engine import blocks
+from reshard.engine.blocks import PAGE_BYTES, BlockFile, aligned_buffer
+from reshard.errors import StorageError
+
+LENGTHS = [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77]
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param == "buffered":
+        monkeypatch.delattr(os, "O_DIRECT")
+    return bool(request.param == "direct")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_file_of_any_length(tmp_path: Path, length: int, direct: bool) -> None:
+    content = random.Random(length).randbytes(length)
+    buffer = aligned_buffer(2 * PAGE_BYTES)
+    file = BlockFile(tmp_path / "file", length)
+    assert file.is_direct <= direct
+    positions = list(range(0, length, len(buffer)))
+    random.Random(0).shuffle(positions)
+    for position in positions:
+        part = content[position : position + len(buffer)]
+        padded = -(-len(part) // PAGE_BYTES) * PAGE_BYTES if file.is_direct else len(part)
+        buffer[:padded] = part + bytes(padded - len(part))
+        file.write(buffer[:padded], position)
+    file.sync()
+    if length:
+        file.patch(b"\xaa", length - 1)
+    file.cut_to_length()
+    file.close()
+    expected = content[:-1] + b"\xaa" if length else b""
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_buffers_start_at_a_page() -> None:
+    import numpy as np
+
+    for _ in range(5):
+        assert np.frombuffer(aligned_buffer(3 * PAGE_BYTES), dtype=np.uint8).ctypes.data % PAGE_BYTES == 0
+
+
+def test_a_file_system_that_refuses_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: object, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blocks.os, "open", refusing)
+    file = BlockFile(tmp_path / "file", 3)
+    assert not file.is_direct
+    file.write(memoryview(b"abc"), 0)
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+def test_a_limit_on_files_is_named_with_the_place(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE_BYTES, before[1]))
+    file = BlockFile(tmp_path / "file", 1 << 20)
+    try:
+        with pytest.raises(
+            StorageError, match=r"file: cannot write beyond 8192 of 1048576 bytes: over the limit of 8192"
+        ):
+            file.write(aligned_buffer(PAGE_BYTES), 2 * PAGE_BYTES)
+    finally:
+        file.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
