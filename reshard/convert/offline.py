@@ -59,6 +59,7 @@ class Prepared:
         manifest: the rewritten manifest, or None where the source has none.
         metadata: the content of ``.metadata``.
         budget: threads and blocks.
+        started_s: the monotonic clock when it was opened.
     """
 
     checkpoint: Checkpoint
@@ -69,6 +70,7 @@ class Prepared:
     manifest: Manifest | None
     metadata: bytes
     budget: Budget
+    started_s: float
 
     @property
     def written_bytes(self) -> int:
@@ -123,6 +125,7 @@ def prepare(
     Raises:
         ReshardError: the source is not there or unsound, or the options do not fit it.
     """
+    started_s = time.monotonic()
     checkpoint = open_checkpoint(source, also)
     try:
         index = checkpoint.index
@@ -144,6 +147,7 @@ def prepare(
             manifest=rewritten,
             metadata=metadata_bytes(files.index, files.objects, checkpoint.paths),
             budget=Budget.of(memory_bytes, processes),
+            started_s=started_s,
         )
     except BaseException:
         checkpoint.close()
@@ -167,7 +171,6 @@ def run(
         CheckpointUnsound: the source is damaged.
         StorageError: the file system refused, or has too little space.
     """
-    started = time.monotonic()
     advance: Callable[[int], None] = progress or (lambda count: None)
     rank, ranks, launch = launched_as()
     check_destination(prepared, destination, force=force)
@@ -213,7 +216,7 @@ def run(
         written_bytes=sum(segment.length_bytes for segment in mine),
         read_bytes=prepared.checkpoint.files.bytes_read,
         continued_bytes=finished_bytes,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - prepared.started_s,
         peak_bytes=_peak_bytes(),
         rank=rank,
         ranks=ranks,

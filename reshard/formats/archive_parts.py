@@ -29,6 +29,7 @@ ALIGNMENT = 64
 _FOLDER = "archive"
 _NAMES = ("data.pkl", "byteorder", "version", "data/0")
 _SMALL = {"byteorder": b"little", "version": b"3\n"}
+_CRC_IN_CENTRAL_HEADER = 16
 _MASK32 = 0xFFFFFFFF
 # From here on the place of the central headers, if not yet the size, does not fit the 32 bits of the plain zip format.
 ZIP64_BYTES = _MASK32 - (1 << 16)
@@ -52,7 +53,8 @@ def tail_bytes(is_large: bool) -> int:
     return _descriptor_bytes(is_large) + _directory_bytes(is_large)
 
 
-def head(dtype: str, shape: Sequence[int], length_bytes: int) -> bytes:
+@functools.lru_cache(maxsize=4096)
+def head(dtype: str, shape: tuple[int, ...], length_bytes: int) -> bytes:
     """Everything before the elements."""
     records = []
     for name, content in (("data.pkl", _pickle(dtype, shape)), *_SMALL.items()):
@@ -66,23 +68,31 @@ def head(dtype: str, shape: Sequence[int], length_bytes: int) -> bytes:
     return b"".join([*records, _local(_NAMES[-1], 0, 0, 8, extra)])
 
 
-def tail(dtype: str, shape: Sequence[int], length_bytes: int, crc: int, pad_bytes: int) -> bytes:
+def tail(dtype: str, shape: tuple[int, ...], length_bytes: int, crc: int, pad_bytes: int) -> bytes:
     """Everything after the elements; `pad_bytes` zeros before the central headers."""
+    pattern, place = _tail_pattern(dtype, shape, length_bytes, pad_bytes)
+    stated = crc.to_bytes(4, "little")
+    return b"".join([pattern[:4], stated, pattern[8:place], stated, pattern[place + 4 :]])
+
+
+@functools.lru_cache(maxsize=4096)
+def _tail_pattern(dtype: str, shape: tuple[int, ...], length_bytes: int, pad_bytes: int) -> tuple[bytes, int]:
+    """A tail with the CRC 0, and where in it the central header states the CRC; the descriptor does so at byte 4."""
     is_large = length_bytes >= ZIP64_BYTES
     sizes = "<4sIQQ" if is_large else "<4sIII"
-    descriptor = struct.pack(sizes, b"PK\x07\x08", crc, length_bytes, length_bytes)
-    pickled = _pickle(dtype, shape)
-    contents = {"data.pkl": pickled, **_SMALL}
+    descriptor = struct.pack(sizes, b"PK\x07\x08", 0, length_bytes, length_bytes)
+    contents = {"data.pkl": _pickle(dtype, shape), **_SMALL}
     central = []
     position = 0
     for name in _NAMES[:-1]:
         content = contents[name]
         central.append(_central(name, zlib.crc32(content), len(content), position, 0))
         position += len(_local(name, 0, 0, 0, b"")) + len(content)
-    central.append(_central(_NAMES[-1], crc, length_bytes, position, 8))
+    place = len(descriptor) + pad_bytes + sum(map(len, central)) + _CRC_IN_CENTRAL_HEADER
+    central.append(_central(_NAMES[-1], 0, length_bytes, position, 8))
     directory = b"".join(central)
     start = len(head(dtype, shape, length_bytes)) + length_bytes + len(descriptor) + pad_bytes
-    return b"".join([descriptor, bytes(pad_bytes), directory, _end(len(directory), start, is_large)])
+    return b"".join([descriptor, bytes(pad_bytes), directory, _end(len(directory), start, is_large)]), place
 
 
 def _pickle(dtype: str, shape: Sequence[int]) -> bytes:
@@ -97,7 +107,7 @@ def _pickle(dtype: str, shape: Sequence[int]) -> bytes:
         _text("storage") + storage + _text("0") + _text("cpu") + _number(length),
         b"tQ" + _number(0),
         b"(" + b"".join(map(_number, shape)) + b"t",
-        b"(" + b"".join(map(_number, row_major_strides(shape))) + b"t",
+        b"(" + b"".join(map(_number, row_major_strides([max(1, size) for size in shape]))) + b"t",
         b"\x89ccollections\nOrderedDict\n)R",
         b"" if typed else b"ctorch\n" + dtype.encode() + b"\n",
         b"tR.",

@@ -41,16 +41,21 @@ def metadata_bytes(index: Index, objects: Mapping[str, Place], paths: Mapping[st
         paths: key -> path in the nested state; a key without one is its own path.
     """
     emit = _Emitter(sorted(set(index.dtypes)), index.files)
-    tensors = [_tensor(emit, index, number) for number in range(len(index.names))]
-    entries = [emit.text(name) + entry for name, entry in zip(index.names, tensors, strict=True)]
-    entries += [emit.text(key) + emit.instance("BytesStorageMetadata", {}) for key in objects]
+    entries: list[bytes] = []
+    storage: list[bytes] = []
+    for number in range(len(index.names)):
+        _add_tensor(emit, index, number, entries, storage)
+    for key, place in objects.items():
+        entries.append(emit.text(key) + emit.instance("BytesStorageMetadata", {}))
+        lookup = emit.instance("MetadataIndex", {"fqn": emit.text(key), "offset": b"N", "index": b"N"})
+        storage += [lookup, emit.place(place.file, place.start_bytes, place.length_bytes)]
     planner = [emit.text(key) + emit.path(paths.get(key, (key,))) for key in (*index.names, *objects)]
     root = emit.instance(
         "Metadata",
         {
             "state_dict_metadata": emit.dictionary(entries),
             "planner_data": emit.dictionary(planner),
-            "storage_data": emit.dictionary(_storage(emit, index, objects)),
+            "storage_data": emit.dictionary(storage),
             "storage_meta": b"N",
             "version": emit.text(VERSION),
         },
@@ -58,35 +63,27 @@ def metadata_bytes(index: Index, objects: Mapping[str, Place], paths: Mapping[st
     return b"".join([b"\x80\x02", emit.prologue, root, b"."])
 
 
-def _tensor(emit: _Emitter, index: Index, number: int) -> bytes:
+def _add_tensor(emit: _Emitter, index: Index, number: int, entries: list[bytes], storage: list[bytes]) -> None:
+    """The entry of a tensor, and those of its chunks' places."""
     first, last = int(index.first[number]), int(index.first[number + 1])
     dims = len(index.shapes[number])
-    offsets, sizes = index.offsets[first:last, :dims].tolist(), index.sizes[first:last, :dims].tolist()
+    key = emit.text(index.names[number])
     chunk = emit.template("ChunkStorageMetadata", "offsets", "sizes")
-    chunks = [chunk(emit.shape(offset), emit.shape(size)) for offset, size in zip(offsets, sizes, strict=True)]
-    return emit.instance(
-        "TensorStorageMetadata",
-        {
-            "properties": emit.properties(index.dtypes[number]),
-            "size": emit.shape(index.shapes[number]),
-            "chunks": b"](" + b"".join(chunks) + b"e",
-        },
-    )
-
-
-def _storage(emit: _Emitter, index: Index, objects: Mapping[str, Place]) -> Iterable[bytes]:
-    files, starts, lengths = index.file.tolist(), index.start_bytes.tolist(), index.length_bytes.tolist()
-    entry = emit.template("MetadataIndex", "fqn", "offset", "index")
-    for number, name in enumerate(index.names):
-        first, last = int(index.first[number]), int(index.first[number + 1])
-        key = emit.text(name)
-        offsets = index.offsets[first:last, : len(index.shapes[number])].tolist()
-        for hint, (row, offset) in enumerate(zip(range(first, last), offsets, strict=True)):
-            yield entry(key, emit.shape(offset), emit.number(hint))
-            yield emit.place(index.files[files[row]], starts[row], lengths[row])
-    for name, place in objects.items():
-        yield entry(emit.text(name), b"N", b"N")
-        yield emit.place(place.file, place.start_bytes, place.length_bytes)
+    lookup = emit.template("MetadataIndex", "fqn", "offset", "index")
+    columns = (index.offsets[:, :dims], index.sizes[:, :dims], index.file, index.start_bytes, index.length_bytes)
+    rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
+    chunks = []
+    for hint, (offset, size, file, start, length) in enumerate(rows):
+        offsets = emit.shape(offset)
+        chunks.append(chunk(offsets, emit.shape(size)))
+        storage.append(lookup(key, offsets, emit.number(hint)))
+        storage.append(emit.place(index.files[file], start, length))
+    fields = {
+        "properties": emit.properties(index.dtypes[number]),
+        "size": emit.shape(index.shapes[number]),
+        "chunks": b"](" + b"".join(chunks) + b"e",
+    }
+    entries.append(key + emit.instance("TensorStorageMetadata", fields))
 
 
 class _Emitter:
@@ -126,10 +123,8 @@ class _Emitter:
         parts = [self._memo[f"text {attribute}"] for attribute in attributes]
         parts[0] = self._memo[name] + b")\x81}(" + parts[0]
 
-        def fill(*values: bytes) -> bytes:
-            return b"".join([piece for pair in zip(parts, values, strict=True) for piece in pair]) + b"ub"
-
-        return fill
+        pattern = b"%b".join([part.replace(b"%", b"%%") for part in parts]) + b"%bub"
+        return lambda *values: pattern % values
 
     def dictionary(self, items: Iterable[bytes]) -> bytes:
         """A dict of keys and values in turn, or of pairs of them."""

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -379,8 +378,9 @@ def test_a_destination_that_would_lose_something(tmp_path: Path, source: Path) -
 
 
 def test_a_step_by_another_number(tmp_path: Path) -> None:
-    import reshard
     from small import Small
+
+    import reshard
 
     reshard.save_state(tmp_path / "run", Small().state)
     with pytest.raises(UsageError, match="another step") as caught:
@@ -580,6 +580,20 @@ def test_a_run_that_dies_again_and_again_gets_there(tmp_path: Path, source: Path
         if made.exists():
             break
     assert rewriting.file_bytes(made) == rewriting.file_bytes(tmp_path / "reference")
+
+
+def test_a_flipped_bit_is_found_in_what_two_runs_have_read(tmp_path: Path, source: Path) -> None:
+    """A chunk of which the run before has read a part, and this one the rest."""
+    path, start, _ = rewriting.payload_place(source, "model.a", (10, 0))
+    flip(path, start + 1310)
+    for at in range(25, 80, 6):
+        folder = tmp_path / f"work{at}"
+        folder.mkdir()
+        interrupted(source, folder / "made", 3, at=at)
+        with pytest.raises(CheckpointUnsound, match="CRC-32") as caught:
+            small_run(source, folder / "made", 3)
+        assert "model.a" in str(caught.value)
+        assert not (folder / "made").exists()
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "folder gone"])

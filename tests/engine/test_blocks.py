@@ -78,3 +78,26 @@ def test_a_limit_on_files_is_named_with_the_place(tmp_path: Path) -> None:
     finally:
         file.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("step", [PAGE_BYTES, 1000, 1])
+def test_writes_that_stop_short_are_gone_on_with(
+    tmp_path: Path, direct: bool, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(blocks.os, "pwrite", lambda fd, data, at: real(fd, data[: max(step, 1)], at))
+    if direct and step % PAGE_BYTES:
+        # What the kernel does with a direct write that it cannot finish: it writes the aligned part.
+        def short(fd: int, data: memoryview, at: int) -> int:
+            aligned = at % PAGE_BYTES == 0 and len(data) % PAGE_BYTES == 0
+            return real(fd, data[: PAGE_BYTES if aligned else step], at)
+
+        monkeypatch.setattr(blocks.os, "pwrite", short)
+    path = tmp_path / "file"
+    length = 2 * PAGE_BYTES
+    file = BlockFile(path, length)
+    buffer = aligned_buffer(length)
+    buffer[:] = content = os.urandom(length)
+    file.write(buffer, 0)
+    file.close()
+    assert path.read_bytes() == content

@@ -50,3 +50,30 @@ def test_what_is_not_complete_is_handed_on() -> None:
 def test_parts_with_a_gap_are_refused() -> None:
     with pytest.raises(CheckpointUnsound, match="expected 3, found 4"):
         combined([(0, 3, 1), (4, 1, 2)])
+
+
+def test_a_length_past_32_bits() -> None:
+    """Zeros behind a piece, 2**33 of them: in one step, and as 256 pieces of which zlib knows the checksum."""
+    piece_bytes = 1 << 25
+    of_zeros = zlib.crc32(bytes(piece_bytes))
+    expected = zlib.crc32(bytes(piece_bytes), zlib.crc32(b"piece"))
+    assert combine(zlib.crc32(b"piece"), of_zeros, piece_bytes) == expected
+    found, length = zlib.crc32(b"piece"), piece_bytes
+    in_steps = found
+    for _ in range(256):
+        in_steps = combine(in_steps, of_zeros, piece_bytes)
+    while length < 1 << 33:
+        of_zeros = combine(of_zeros, of_zeros, length)
+        length *= 2
+    assert combine(found, of_zeros, length) == in_steps
+
+
+@pytest.mark.parametrize("parts", [[(1, 2, 5)], [(0, 2, 5), (3, 1, 5)], [(0, 4, 5), (2, 4, 6)]])
+def test_parts_with_a_gap_or_an_overlap(parts: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(CheckpointUnsound, match="follow one another"):
+        combined(parts)
+
+
+def test_of_nothing() -> None:
+    assert combined([]) == zlib.crc32(b"") == 0
+    assert combined([(0, 0, 0)]) == 0

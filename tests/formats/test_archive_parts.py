@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_seen_by_zipfile() -> None:
     assert zipfile.ZipFile(io.BytesIO(bytes(data))).testzip() == "archive/data/0"
 
 
-@pytest.mark.parametrize("length", [ZIP64_BYTES - 1, ZIP64_BYTES, (1 << 32) - 2, (1 << 32) - 1, 1 << 32, 3 << 32])
+@pytest.mark.parametrize("length", [ZIP64_BYTES - 1, ZIP64_BYTES, *((1 << 32) - less for less in (2048, 600, 64, 2, 1)), 1 << 32, 3 << 32])
 def test_sizes_beyond_32_bits(tmp_path: Path, length: int) -> None:
     """In a file with a hole where the elements are, so that it takes no space."""
     is_large = length >= ZIP64_BYTES
@@ -98,3 +98,17 @@ def test_torch_reads_more_than_4_gib(tmp_path: Path) -> None:
     read = torch.load(path, weights_only=True, mmap=True)
     assert read.numel() == length and not read[-4096:].any()
     assert torch.load(path, weights_only=True).numel() == length
+
+
+def test_strides_are_those_of_torch() -> None:
+    """Those of a tensor without elements as well, which nothing depends on."""
+    for shape in SHAPES:
+        payload = bytes(math.prod(shape) * 4)
+        read = torch.load(io.BytesIO(archive_of("float32", shape, payload)), weights_only=True)
+        assert read.stride() == torch.empty(shape).stride()
+
+
+def test_a_mapped_file_has_aligned_elements(tmp_path: Path) -> None:
+    (tmp_path / "t.pt").write_bytes(archive_of("float64", (33, 7), bytes(range(256)) * 7 + bytes(56)))
+    read = torch.load(tmp_path / "t.pt", weights_only=True, mmap=True)
+    assert read.data_ptr() % ALIGNMENT == 0

@@ -91,3 +91,27 @@ def test_large_numbers_and_keys_without_paths(tmp_path: Path) -> None:
     assert found.index.tensor("w") == index.tensor("w")
     assert found.index.objects == {"o": Place("a file", 255, 256)}
     assert found.paths == {"w": ("w",), "o": ("o",)}
+
+
+NUMBERS = [0, 1, 255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 40) + 3, (1 << 62) + 1]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_every_length(number: int) -> None:
+    builder = IndexBuilder(Path(), ARCHIVE)
+    builder.tensor("t", "bfloat16", (number + 1, 3))
+    builder.chunk((number, 0), (1, 3), (builder.file("__0_0.distcp"), number, number))
+    objects = {"o": Place("another file", number, number)}
+    metadata = pickle.loads(metadata_bytes(builder.build(), objects, {"o": ("o", number % (1 << 31))}))
+    entry = metadata.state_dict_metadata["t"]
+    assert entry.size == torch.Size((number + 1, 3))
+    assert entry.chunks[0].offsets == torch.Size((number, 0))
+    places = list(metadata.storage_data.values())
+    assert [(place.offset, place.length) for place in places] == [(number, number)] * 2
+    assert [place.relative_path for place in places] == ["__0_0.distcp", "another file"]
+    assert metadata.planner_data == {"t": ("t",), "o": ("o", number % (1 << 31))}
+
+
+def test_nothing_at_all() -> None:
+    metadata = pickle.loads(metadata_bytes(IndexBuilder(Path(), ARCHIVE).build(), {}, {}))
+    assert (metadata.state_dict_metadata, metadata.storage_data) == ({}, {})
