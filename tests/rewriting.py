@@ -47,7 +47,9 @@ def any_bits(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.T
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    # Torch calls one element contiguous whatever its stride, and then refuses to view it.
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
+    return dense.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def write_boxes(

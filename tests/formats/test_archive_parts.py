@@ -60,7 +60,9 @@ def test_a_flipped_bit_is_seen_by_zipfile() -> None:
     assert zipfile.ZipFile(io.BytesIO(bytes(data))).testzip() == "archive/data/0"
 
 
-@pytest.mark.parametrize("length", [ZIP64_BYTES - 1, ZIP64_BYTES, *((1 << 32) - less for less in (2048, 600, 64, 2, 1)), 1 << 32, 3 << 32])
+@pytest.mark.parametrize(
+    "length", [ZIP64_BYTES - 1, ZIP64_BYTES, *((1 << 32) - less for less in (2048, 600, 64, 2, 1)), 1 << 32, 3 << 32]
+)
 def test_sizes_beyond_32_bits(tmp_path: Path, length: int) -> None:
     """In a file with a hole where the elements are, so that it takes no space."""
     is_large = length >= ZIP64_BYTES
