@@ -196,7 +196,7 @@ def run(
             work.folder,
             mine,
             prepared.budget,
-            lambda segment, outcome: work.note(_entry(segment, outcome)),
+            lambda written: work.note(*(_entry(segment, outcome) for segment, outcome in written)),
             advance,
         )
         work.tell("written")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from reshard.storage.durable import fsync_tree
 
 SEGMENT_BYTES = 64 << 20
 BLOCK_BYTES = 8 << 20
+# What a crash can cost: a resumed run writes again what was written since.
+SETTLE_S = 3.0
 LEAST_MEMORY_BYTES = 4 << 20
 # What a thread needs beside its block: a band and its rearranged copy.
 _SCRATCH_BYTES = 4 << 20
@@ -80,13 +83,13 @@ def write_segments(
     folder: Path,
     segments: Sequence[Segment],
     budget: Budget,
-    done: Callable[[Segment, Outcome], None],
+    done: Callable[[Sequence[tuple[Segment, Outcome]]], None],
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Writes segments into the files of a folder, which exists.
 
     Args:
-        done: told of each segment once it is durable, by any thread but one at a time.
+        done: told of segments that are durable, every few seconds and at the end, by any thread but one at a time.
         progress: told of bytes written, by any thread.
 
     Raises:
@@ -96,6 +99,7 @@ def write_segments(
     cancelled = threading.Event()
     turn = threading.Lock()
     waiting = list(reversed(segments))
+    written = _Written(job, folder, done)
 
     def work() -> None:
         buffer = aligned_buffer(budget.block_bytes)
@@ -107,13 +111,11 @@ def write_segments(
             target = _open(job, folder, segment.file)
             try:
                 outcome = SegmentWriter(job, segment, target, buffer, progress, cancelled.is_set).run()
-                target.sync()
             except Cancelled:
                 return
             finally:
                 target.close()
-            with turn:
-                done(segment, outcome)
+            written.add(segment, outcome)
 
     with ThreadPoolExecutor(budget.threads, thread_name_prefix="reshard-copy") as pool:
         futures = [pool.submit(work) for _ in range(min(budget.threads, len(segments)))]
@@ -124,6 +126,42 @@ def write_segments(
             cancelled.set()
     for future in futures:
         future.result()
+    written.settle()
+
+
+class _Written:
+    """Segments that are written and not yet known to be durable: to flush after each would stop the disk each time."""
+
+    def __init__(self, job: Job, folder: Path, done: Callable[[Sequence[tuple[Segment, Outcome]]], None]) -> None:
+        self._job = job
+        self._folder = folder
+        self._done = done
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+        self._segments: list[tuple[Segment, Outcome]] = []
+        self._settled_s = time.monotonic()
+
+    def add(self, segment: Segment, outcome: Outcome) -> None:
+        with self._lock:
+            self._segments.append((segment, outcome))
+            is_due = time.monotonic() - self._settled_s >= SETTLE_S
+            if is_due:
+                self._settled_s = time.monotonic()
+        if is_due:
+            self.settle()
+
+    def settle(self) -> None:
+        with self._flushing:
+            with self._lock:
+                segments, self._segments = self._segments, []
+            for file in sorted({segment.file for segment, _ in segments}):
+                target = _open(self._job, self._folder, file)
+                try:
+                    target.sync()
+                finally:
+                    target.close()
+            if segments:
+                self._done(segments)
 
 
 def _locate_small_chunks(job: Job, segments: Sequence[Segment]) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -75,9 +76,13 @@ class SharedWork:
     def __enter__(self) -> SharedWork:
         if self.rank == 0:
             self._lead()
-            self.tell("open", self.continued)
+            # A name for this launch's events: torchrun gives launches one after the other the same names.
+            nonces = [self.hear("hello", rank) for rank in range(1, self.ranks)]
+            session = secrets.token_hex(4)
+            self.tell("open", {"session": session, "continued": self.continued, "nonces": nonces})
         else:
-            self.continued = bool(self.hear("open", 0))
+            session, self.continued = self._join()
+        self._launch = f"{self._launch}.{session}"
         if self.ranks > 1:
             self._heart.start()
         return self
@@ -93,20 +98,36 @@ class SharedWork:
         if self._lock is not None:
             os.close(self._lock)
 
-    def note(self, entry: dict[str, Any]) -> None:
-        """Adds a line to this rank's journal, durably.
+    def _join(self) -> tuple[str, bool]:
+        """Waits for rank 0 to open the work for this process, not for one of a launch before."""
+        nonce = secrets.token_hex(8)
+        started = time.monotonic()
+        while time.monotonic() - started < self._timeout_s:
+            with contextlib.suppress(OSError, ValueError, ReshardError):
+                hello = self._event("hello", self.rank)
+                # Rank 0 deletes whatever was there before it came.
+                if self._work.is_dir() and (not hello.exists() or json.loads(hello.read_bytes()) != nonce):
+                    self.tell("hello", nonce)
+                told = json.loads(self._event("open", 0).read_bytes())
+                if nonce in told["nonces"]:
+                    return str(told["session"]), bool(told["continued"])
+            time.sleep(_POLL_S)
+        raise self._silence(0)
+
+    def note(self, *entries: dict[str, Any]) -> None:
+        """Adds lines to this rank's journal, durably.
 
         Raises:
             StorageError: the file system refused.
         """
         path = self._work / f"journal-{self.rank}.jsonl"
-        # On a line of its own even where a crash or a full disk has left a torn one.
-        line = memoryview(b"\n" + json.dumps(entry).encode() + b"\n")
+        # On lines of their own even where a crash or a full disk has left a torn one.
+        lines = memoryview(b"".join(b"\n" + json.dumps(entry).encode() + b"\n" for entry in entries))
         with storage_errors("write", path):
             if self._journal is None:
                 self._journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            while line:
-                line = line[os.write(self._journal, line) :]
+            while lines:
+                lines = lines[os.write(self._journal, lines) :]
             os.fdatasync(self._journal)
 
     def noted(self) -> list[dict[str, Any]]:
@@ -231,19 +252,22 @@ class SharedWork:
             if beat != seen[0]:
                 seen = (beat, time.monotonic())
             elif time.monotonic() - seen[1] > self._timeout_s:
-                raise StorageError(
-                    "no sign of life from a rank",
-                    path=self.root,
-                    rank=rank,
-                    hint="look for its error, and see that all nodes share this file system; "
-                    "start again to go on from what is done (RESHARD_TIMEOUT_S is how long to wait)",
-                )
+                raise self._silence(rank)
             time.sleep(_POLL_S)
+
+    def _silence(self, rank: int) -> StorageError:
+        return StorageError(
+            "no sign of life from a rank",
+            path=self.root,
+            rank=rank,
+            hint="look for its error, and see that all nodes share this file system; "
+            "start again to go on from what is done (RESHARD_TIMEOUT_S is how long to wait)",
+        )
 
     def _share(self, error: Exception) -> None:
         """Tells the others, and gives rank 0 the time to say it before a launcher ends all of them."""
-        text = error.what if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
-        fields = {"text": str(error), "what": text, "code": getattr(error, "exit_code", 3)}
+        text = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+        fields = {"text": text, "code": getattr(error, "exit_code", 3)}
         with contextlib.suppress(ReshardError):
             self.tell("failed", fields)
             if self.rank != 0 and isinstance(error, ReshardError):

@@ -121,10 +121,7 @@ def test_a_damaged_source_is_exit_1_and_named_first(tmp_path: Path, capsys: pyte
 
 
 def test_torch_is_not_needed(tmp_path: Path, source: Path) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from reshard.cli.main import main; "
-        "sys.exit(main(sys.argv[1:]))"
-    )
+    code = "import sys; sys.modules['torch'] = None; from reshard.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "offline", str(source), str(tmp_path / "made"), "--world-size", "3"]
     result = subprocess.run(command, capture_output=True, text=True, env=CLEAN)
     assert result.returncode == 0, result.stderr
@@ -223,7 +220,9 @@ def test_a_preempted_run_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reshard", "offline", str(source), str(made), "--world-size", "3"]
     journal = tmp_path / ".staging-made-offline" / "work" / "journal-0.jsonl"
     for kill in (signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen([*command, "--memory", "4M"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=CLEAN)
+        process = subprocess.Popen(
+            [*command, "--memory", "4M"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=CLEAN
+        )
         before = journal.stat().st_size if journal.exists() else 0
         while process.poll() is None and not (journal.exists() and journal.stat().st_size > before):
             time.sleep(0.002)

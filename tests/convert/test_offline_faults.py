@@ -35,6 +35,7 @@ from reshard.engine import run as engine
 from reshard.engine.run import Budget
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, ReshardError, StorageError, UnsafePickle, UsageError
 from reshard.geometry.mesh import Mesh
+from reshard.storage.shared_work import SharedWork
 
 REFUSED, UNEXPECTED = 3, 4
 
@@ -63,7 +64,9 @@ def left_behind(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
 
 
-def refused(tmp_path: Path, source: Path, *texts: str, kind: type[ReshardError] = CheckpointUnsound, **options: Any) -> str:
+def refused(
+    tmp_path: Path, source: Path, *texts: str, kind: type[ReshardError] = CheckpointUnsound, **options: Any
+) -> str:
     """Expects an error whose first line has all of the texts; nothing is changed by it."""
     before = rewriting.file_bytes(source)
     with pytest.raises(kind) as caught:
@@ -230,7 +233,10 @@ def test_a_chunk_of_another_save(tmp_path: Path, other: torch.Tensor) -> None:
 
 
 def test_a_file_of_another_save_in_the_place_of_one(tmp_path: Path, source: Path) -> None:
-    wider = {key: any_bits((*tensor.shape[:-1], 50), tensor.dtype) if tensor.dim() else tensor for key, tensor in STATE.items()}
+    wider = {
+        key: any_bits((*tensor.shape[:-1], 50), tensor.dtype) if tensor.dim() else tensor
+        for key, tensor in STATE.items()
+    }
     other = write_source(tmp_path / "other", 4, wider)
     shutil.copy(other / "__2_0.distcp", source)
     refused(tmp_path, source, "__2_0.distcp")
@@ -304,6 +310,7 @@ def lies() -> Iterator[tuple[str, Callable[[bytearray], None]]]:
     yield "header outside", put(42, "<I", 1 << 30)
     yield "zip64 without extra", put(24, "<I", 0xFFFFFFFF)
     yield "encrypted", put(8, "<H", 1)
+
     def end(offset: int, layout: str, *values: int) -> Callable[[bytearray], None]:
         """In the zip64 end, which torch always writes."""
         return lambda content: struct.pack_into(layout, content, content.rfind(b"PK\x06\x06") + offset, *values)
@@ -401,7 +408,9 @@ def test_what_another_job_staged_is_thrown_away(tmp_path: Path, source: Path) ->
 
 def test_a_source_that_has_changed_is_read_anew(tmp_path: Path, source: Path) -> None:
     interrupted(source, tmp_path / "made", 3, at=12)
-    changed = {key: tensor if key != "model.a" else any_bits((40, 33), torch.float32, 99) for key, tensor in STATE.items()}
+    changed = {
+        key: tensor if key != "model.a" else any_bits((40, 33), torch.float32, 99) for key, tensor in STATE.items()
+    }
     shutil.rmtree(source)
     write_source(source, 4, changed)
     summary = small_run(source, tmp_path / "made", 3)
@@ -596,6 +605,40 @@ def test_a_flipped_bit_is_found_in_what_two_runs_have_read(tmp_path: Path, sourc
         assert not (folder / "made").exists()
 
 
+def test_ranks_that_go_on_share_the_rest_alike(tmp_path: Path, source: Path) -> None:
+    """One of three looks around late, when the others have begun to note what they do."""
+    small_run(source, tmp_path / "reference", 3)
+    made = tmp_path / "work" / "made"
+    made.parent.mkdir()
+    interrupted(source, made, 3, at=35)
+
+    def rank(number: int) -> Callable[[], None]:
+        def action() -> None:
+            os.environ.update(RANK=str(number), WORLD_SIZE="3", TORCHELASTIC_RUN_ID="none", RESHARD_TIMEOUT_S="20")
+            if number == 1:
+                enter = SharedWork.__enter__
+
+                def late(work: SharedWork) -> SharedWork:
+                    enter(work)
+                    time.sleep(0.7)
+                    return work
+
+                SharedWork.__enter__ = late  # type: ignore[method-assign]
+            small_run(source, made, 3)
+
+        return action
+
+    threads = [threading.Thread(target=lambda act=rank(number): statuses.append(in_child(act))) for number in range(3)]
+    statuses: list[int] = []
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [0, 0, 0]
+    assert rewriting.file_bytes(made) == rewriting.file_bytes(tmp_path / "reference")
+    assert left_behind(made.parent) == []
+
+
 @pytest.mark.parametrize("how", ["gone", "cut", "folder gone"])
 def test_staged_files_that_are_lost_are_written_again(tmp_path: Path, source: Path, how: str) -> None:
     small_run(source, tmp_path / "reference", 3)
@@ -646,7 +689,9 @@ def test_a_file_that_may_not_grow_any_further(tmp_path: Path, source: Path) -> N
     before = rewriting.file_bytes(source)
     assert in_child(action) == REFUSED << 8
     first = report.read_text().splitlines()[0]
-    assert first.startswith("StorageError ") and ".distcp" in first and "8192 bytes" in first and "RLIMIT_FSIZE" in first
+    assert (
+        first.startswith("StorageError ") and ".distcp" in first and "8192 bytes" in first and "RLIMIT_FSIZE" in first
+    )
     assert rewriting.file_bytes(source) == before
     assert not (tmp_path / "made").exists()
     small_run(source, tmp_path / "made", 3)

@@ -89,7 +89,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool) -> 
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer, options=options)}
+        return {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, optimizer, options=options),
+        }
 
 
 def save(folder: str, how: str, flat: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -99,9 +102,7 @@ def save(folder: str, how: str, flat: bool, options: dict[str, Any]) -> dict[str
     if options.pop("in_process", False):
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-        stock.async_save(
-            state, checkpoint_id=folder, async_checkpointer_type=AsyncCheckpointerType.PROCESS
-        ).result()
+        stock.async_save(state, checkpoint_id=folder, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
         if dist.get_rank() == 0:
             deadline = time.monotonic() + 60
             while not Path(folder, ".metadata").exists() and time.monotonic() < deadline:
@@ -165,7 +166,13 @@ FAST = [
 FULL = [
     (name, mesh, how)
     for name in WRITERS
-    for mesh, how in ((Mesh(1), "fsdp2"), (Mesh(2), "fsdp2"), (Mesh(4), "fsdp2"), (Mesh(5), "fsdp2"), (Mesh(2, 2), "hsdp"))
+    for mesh, how in (
+        (Mesh(1), "fsdp2"),
+        (Mesh(2), "fsdp2"),
+        (Mesh(4), "fsdp2"),
+        (Mesh(5), "fsdp2"),
+        (Mesh(2, 2), "hsdp"),
+    )
 ]
 
 

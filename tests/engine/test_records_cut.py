@@ -6,7 +6,9 @@ import os
 import shutil
 import threading
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rewriting
@@ -56,7 +58,7 @@ def write(
             outcomes: dict[Segment, Outcome] = {}
             segments = segments_of(prepared.job)
             budget = Budget(threads, block_bytes)
-            write_segments(prepared.job, folder, segments[::-1], budget, outcomes.__setitem__)
+            write_segments(prepared.job, folder, segments[::-1], budget, outcomes.update)
             assert outcomes.keys() == set(segments)
             finish(prepared.job, folder, outcomes.values())
     finally:
@@ -142,11 +144,12 @@ def test_progress_adds_up_and_done_is_told_once_the_bytes_are_there(tmp_path: Pa
         segments = segments_of(prepared.job)
         told, running, lock = [], [], threading.Lock()
 
-        def done(segment: Segment, outcome: Outcome) -> None:
+        def done(written: Sequence[tuple[Segment, Outcome]]) -> None:
             assert lock.acquire(blocking=False), "two at a time"
-            path = folder / prepared.job.output.names[segment.file]
-            assert path.stat().st_size >= segment.end
-            running.append(segment)
+            for segment, _ in written:
+                path = folder / prepared.job.output.names[segment.file]
+                assert path.stat().st_size >= segment.end
+                running.append(segment)
             lock.release()
 
         with prepared.checkpoint:

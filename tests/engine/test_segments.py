@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,11 @@ def test_segments_in_any_order_by_several_processes_to_be(
             mine = segments[part::4]
             order.shuffle(mine)
             run.write_segments(
-                prepared.job, tmp_path, mine, Budget(2, 2 * PAGE_BYTES), lambda _, outcome: outcomes.append(outcome)
+                prepared.job,
+                tmp_path,
+                mine,
+                Budget(2, 2 * PAGE_BYTES),
+                lambda done: outcomes.extend(outcome for _, outcome in done),
             )
     order.shuffle(outcomes)
     prepared = offline.prepare(source, offline.Mesh(5))
@@ -104,12 +109,13 @@ def test_segments_in_any_order_by_several_processes_to_be(
 
 def test_a_segment_stops_where_another_failed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SEGMENT_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(run, "SETTLE_S", 0)
     prepared = offline.prepare(source, offline.Mesh(2))
-    done = []
+    done: list[object] = []
 
-    def fail(which: object, outcome: object) -> None:
-        done.append(which)
-        if len(done) == 3:
+    def fail(written: Sequence[object]) -> None:
+        done.extend(written)
+        if len(done) >= 3:
             raise RuntimeError("the third")
 
     with prepared.checkpoint, pytest.raises(RuntimeError, match="the third"):

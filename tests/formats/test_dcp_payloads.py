@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +127,6 @@ def test_of_many_alike_one_is_unpickled(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _zlib(elements: Any) -> int:
-    import zlib
-
     return zlib.crc32(np.ascontiguousarray(elements))
 
 
@@ -142,14 +142,17 @@ def test_one_that_differs_among_many_alike_is_noticed(tmp_path: Path) -> None:
     lengths = {len(sharded.archive(value)) for value in (tensor[:4].clone(), wrong["shape"])}
     assert len(lengths) == 1
     for name, value in wrong.items():
-        source = write_boxes(tmp_path / name, {"t": (tensor, boxes)}, archives={("t", 7): sharded.archive(value)}, files=1)
+        source = write_boxes(
+            tmp_path / name, {"t": (tensor, boxes)}, archives={("t", 7): sharded.archive(value)}, files=1
+        )
         with open_checkpoint(source) as checkpoint, pytest.raises(CheckpointUnsound, match="another save") as caught:
             checkpoint.read("t")
-        assert caught.value.key == "t" and "[28, 0]" in str(caught.value).replace("(28, 0)", "[28, 0]")
-    turned = tensor[28:32].t().clone(memory_format=torch.preserve_format)
+        assert caught.value.key == "t" and "(28, 0)" in str(caught.value)
     turned = tensor[28:32].t().contiguous().t()
     assert turned.stride() == (1, 4)
-    source = write_boxes(tmp_path / "turned", {"t": (tensor, boxes)}, archives={("t", 7): sharded.archive(turned)}, files=1)
+    source = write_boxes(
+        tmp_path / "turned", {"t": (tensor, boxes)}, archives={("t", 7): sharded.archive(turned)}, files=1
+    )
     with open_checkpoint(source) as checkpoint:
         assert_same({"t": checkpoint.read("t")}, {"t": tensor})
 
@@ -172,7 +175,9 @@ def test_the_safetensors_serialization(tmp_path: Path) -> None:
     state: dict[str, Any] = {f"m.{str(dtype)[6:]}": any_bits((7, 3), dtype, n) for n, dtype in enumerate(known)}
     state["m.scalar"] = any_bits((), torch.float32)
     try:
-        folder = save(tmp_path / "saved", {**state, "note": "text"}, serialization_format=SerializationFormat.SAFETENSORS)
+        folder = save(
+            tmp_path / "saved", {**state, "note": "text"}, serialization_format=SerializationFormat.SAFETENSORS
+        )
     except TypeError:
         pytest.skip("this torch has no such option")
     with open_checkpoint(folder) as checkpoint:
@@ -185,17 +190,22 @@ def test_the_safetensors_serialization(tmp_path: Path) -> None:
 def test_quantised_tensors_are_refused_by_name(tmp_path: Path) -> None:
     quantised = torch.quantize_per_tensor(torch.rand(4, 6), 0.1, 0, torch.qint8)
     tensor = any_bits((8, 6), torch.float32)
-    source = write_boxes(tmp_path / "s", {"w": (tensor, rows_of(tensor, 2))}, archives={("w", 1): sharded.archive(quantised)})
+    source = write_boxes(
+        tmp_path / "s", {"w": (tensor, rows_of(tensor, 2))}, archives={("w", 1): sharded.archive(quantised)}
+    )
     with open_checkpoint(source) as checkpoint, pytest.raises(CheckpointUnsound) as caught:
         checkpoint.read("w")
-    assert "w" in str(caught.value).splitlines()[0] and ("qint8" in str(caught.value) or "_rebuild_qtensor" in str(caught.value))
+    assert "w" in str(caught.value).splitlines()[0] and (
+        "qint8" in str(caught.value) or "_rebuild_qtensor" in str(caught.value)
+    )
 
 
 def test_threads_that_look_for_the_same_chunks(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     state = {f"t{n}": any_bits((n % 5 + 1, 4), torch.float32, n) for n in range(60)}
-    with open_checkpoint(sharded.write_sharded(tmp_path / "saved", state, 3)) as checkpoint, ThreadPoolExecutor(6) as pool:
+    with (
+        open_checkpoint(sharded.write_sharded(tmp_path / "saved", state, 3)) as checkpoint,
+        ThreadPoolExecutor(6) as pool,
+    ):
         for found in pool.map(lambda _: {key: checkpoint.read(key) for key in checkpoint.keys}, range(6)):
             assert_same(found, state)
         length = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp"))
