@@ -29,6 +29,7 @@ from shapes import Shapes, llama_405b
 import reshard.cli.main
 import reshard.cli.progress
 import reshard.convert.offline as offline
+import reshard.convert.prepare as prepare
 from reshard.formats.dcp_metadata import FILE_NAME
 from reshard.formats.dcp_metadata_writer import metadata_bytes
 from reshard.formats.dcp_output import lay_out_dcp
@@ -64,16 +65,16 @@ class Stopwatch:
         return call
 
 
-# The steps of a rewrite: name, and what `reshard.convert.offline` calls for it.
+# The steps of a rewrite: name, and what is called for it.
 PHASES: list[tuple[str, object, str]] = [
-    ("open", offline, "open_checkpoint"),
-    ("open", offline, "require_files"),
-    ("plan", offline, "select"),
-    ("plan", offline, "stored_whole"),
-    ("plan", offline, "sharded_layout"),
-    ("plan", offline, "make_plan"),
-    ("lay_out", offline, "lay_out_dcp"),
-    ("metadata", offline, "metadata_bytes"),
+    ("open", prepare, "open_checkpoint"),
+    ("open", prepare, "require_files"),
+    ("plan", prepare, "select"),
+    ("plan", prepare, "stored_whole"),
+    ("plan", prepare, "sharded_layout"),
+    ("plan", prepare, "make_plan"),
+    ("lay_out", prepare, "lay_out_dcp"),
+    ("metadata", prepare, "metadata_bytes"),
     ("write", offline, "write_segments"),
     ("finish", offline, "finish"),
     ("commit", SharedWork, "commit"),
@@ -86,7 +87,7 @@ def phases(source: str, destination: str, ranks: str) -> dict[str, Any]:
     for phase, owner, name in PHASES:
         setattr(owner, name, watch.timed(phase, getattr(owner, name)))
     started = time.perf_counter()
-    offline.run(offline.prepare(source, Mesh(int(ranks))), Path(destination))
+    offline.run(prepare.prepare(source, Mesh(int(ranks))), Path(destination))
     inside = time.perf_counter() - started
     return {"inside_s": inside, **watch.seconds, "rest_s": inside - sum(watch.seconds.values())}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
-import re
 import uuid
 
 from reshard.errors import UsageError
@@ -60,24 +60,26 @@ def ranks_per_node(world_size: int) -> int:
 def launched_as() -> tuple[int, int, str]:
     """Rank, number of ranks and a name of the launch that they have in common, as torchrun says; (0, 1, ...) without.
 
+    RANK alone does not make a launch: schedulers set it for every pod of a job, whatever runs there.
+
     Raises:
         UsageError: the variables contradict each other.
     """
     names = ("RANK", "WORLD_SIZE")
     values = [os.environ.get(name, "") for name in names]
-    if not any(values):
+    if not os.environ.get("TORCHELASTIC_RUN_ID"):
         return 0, 1, _random_name()
     if not all(value.isdigit() for value in values) or not int(values[0]) < int(values[1]):
         raise UsageError("not a rank of a launch", key=" ".join(names), found=" ".join(map(repr, values)))
     # The restart count, because the ranks that torchrun restarts must not go by what the ones before left.
     parts = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT")
-    name = "-".join(os.environ.get(part, "") for part in parts)
-    return int(values[0]), int(values[1]), re.sub(r"[^A-Za-z0-9.]+", "-", name)[:100]
+    name = hashlib.sha256("\n".join(os.environ.get(part, "") for part in parts).encode()).hexdigest()
+    return int(values[0]), int(values[1]), name[:12]
 
 
 def is_follower() -> bool:
     """Whether another process of the same launch, rank 0, speaks for this one."""
-    return os.environ.get("RANK", "0") != "0"
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) and os.environ.get("RANK", "0") != "0"
 
 
 def want_deterministic_cublas() -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from reshard.convert import offline
+from reshard.convert.prepare import prepare
 from reshard.geometry.mesh import Mesh
 
 DTYPES = [
@@ -160,7 +161,7 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 def rewrite(source: Path, destination: Path, mesh: Mesh | int, **options: Any) -> offline.Summary:
     """The rewrite, in this process."""
     force = options.pop("force", False)
-    prepared = offline.prepare(source, Mesh(mesh) if isinstance(mesh, int) else mesh, **options)
+    prepared = prepare(source, Mesh(mesh) if isinstance(mesh, int) else mesh, **options)
     return offline.run(prepared, destination, force=force)
 
 

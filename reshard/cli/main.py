@@ -102,9 +102,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
-    except OSError as error:
-        # What a verb reads and writes has its own errors; this is the output itself.
-        print_error(f"cannot write the output: {error.strerror}")
+    except MemoryError:
+        print_error("not enough memory; free some, or use a machine that has more")
         return UsageError.exit_code
     except BaseException as error:  # torch's CheckpointException is not an Exception
         _report_bug(error, with_traceback=args.debug)

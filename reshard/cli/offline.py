@@ -16,7 +16,8 @@ from reshard.cli.units import bytes_text, plural, some
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.convert.offline import Prepared, Summary
+    from reshard.convert.offline import Summary
+    from reshard.convert.prepare import Prepared
     from reshard.geometry.mesh import Mesh
 
 _HEAD_START_S = 5.0
@@ -46,7 +47,9 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--in", dest="also", action="append", default=[], type=Path, metavar="DIR",
         help="a further folder with files of SRC, such as those of another node (repeatable)",
     )  # fmt: skip
-    parser.add_argument("--memory", type=_bytes, default="256M", metavar="SIZE", help="for buffers (default: 256M)")
+    parser.add_argument(
+        "--memory", type=_bytes, default="256M", metavar="SIZE", help="for buffers, in each process (default: 256M)"
+    )
     parser.add_argument("--force", action="store_true", help="replace DST")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and what it will cost; write nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -55,11 +58,12 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _run(args: argparse.Namespace) -> int:
     from reshard.convert import offline
-    from reshard.environment import launched_as
+    from reshard.convert.prepare import prepare
+    from reshard.environment import launched_as, ranks_per_node
 
     rank, ranks, _ = launched_as()
     with _first_rank_first(rank):
-        prepared = offline.prepare(
+        prepared = prepare(
             args.source,
             _mesh(args),
             only=args.only,
@@ -67,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
             drop=args.drop,
             also=args.also,
             memory_bytes=args.memory,
-            processes=ranks,
+            processes=1 if ranks == 1 else ranks_per_node(ranks),
         )
         offline.check_destination(prepared, args.destination, force=args.force)
     if args.dry_run:

@@ -6,15 +6,30 @@ import json
 import sys
 from collections.abc import Mapping
 
+from reshard.errors import UsageError
+
 
 def print_json(fields: Mapping[str, object]) -> None:
     """One JSON object to stdout; numbers that are not finite as Python's `json` writes them."""
-    print(json.dumps(fields, indent=2))
+    _write(json.dumps(fields, indent=2))
 
 
 def print_text(text: str) -> None:
-    """A result for people, to stdout."""
-    print(text)
+    """A result for people, to stdout.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    _write(text)
+
+
+def _write(text: str) -> None:
+    try:
+        print(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError("cannot write the output", found=error.strerror) from error
 
 
 def print_error(text: object) -> None:

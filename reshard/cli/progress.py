@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,8 +17,10 @@ def byte_progress(total_bytes: int, label: str) -> Iterator[Callable[[int], None
     from tqdm import tqdm
 
     with tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+        turn = threading.Lock()
 
         def advance(count: int) -> None:
-            bar.update(count)
+            with turn:
+                bar.update(count)
 
         yield advance

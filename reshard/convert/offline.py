@@ -12,78 +12,26 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from reshard.batch.plan import BatchPlan
-from reshard.convert.selection import Selection, select, stored_whole
-from reshard.engine.run import SEGMENT_BYTES, Budget, create_files, finish, segments_of, write_segments
+from reshard.convert.prepare import Prepared
+from reshard.engine.crc import crc_of
+from reshard.engine.run import SEGMENT_BYTES, create_files, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
 from reshard.engine.spans import Job
 from reshard.environment import control_timeout_s, launched_as
 from reshard.errors import CheckpointUnsound, StorageError, UsageError
 from reshard.formats import dcp_metadata, manifest
-from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.dcp_metadata_writer import metadata_bytes
-from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
-from reshard.formats.file_lengths import file_faults
 from reshard.formats.fingerprint import fingerprint, object_records
-from reshard.formats.manifest import Manifest, World
-from reshard.formats.opening import open_checkpoint
-from reshard.geometry.mesh import Mesh
-from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import Int, Place
-from reshard.plan import make_plan, sharded_layout
 from reshard.storage.durable import storage_errors, write_atomic
 from reshard.storage.shared_work import SharedWork
 from reshard.storage.steps import step_number
 
-DEFAULT_MEMORY_BYTES = 256 << 20
 _PLAN_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A rewrite that is planned down to the last byte, with nothing written yet.
-
-    Attributes:
-        checkpoint: the source.
-        mesh: the ranks to write for.
-        selection: what is carried over.
-        job: the copies.
-        files: what will be there.
-        manifest: the rewritten manifest, or None where the source has none.
-        metadata: the content of ``.metadata``.
-        budget: threads and blocks.
-        started_s: the monotonic clock when it was opened.
-    """
-
-    checkpoint: Checkpoint
-    mesh: Mesh
-    selection: Selection
-    job: Job
-    files: DcpFiles
-    manifest: Manifest | None
-    metadata: bytes
-    budget: Budget
-    started_s: float
-
-    @property
-    def written_bytes(self) -> int:
-        """What will be written."""
-        return self.files.output.total_bytes + len(self.metadata)
-
-    @property
-    def source_bytes(self) -> int:
-        """What has to be read: the elements of all pieces, and the objects."""
-        index = self.checkpoint.index
-        widths = np.array([ITEM_BYTES.get(dtype, 1) for dtype in index.dtypes], dtype=np.int64)
-        elements = int((self.job.layout.elements * widths[self.job.layout.tensor]).sum())
-        return elements + sum(place.length_bytes for place in self.selection.objects.values())
 
 
 @dataclass(frozen=True)
@@ -109,51 +57,6 @@ class Summary:
     ranks: int
 
 
-def prepare(
-    source: str | os.PathLike[str],
-    mesh: Mesh,
-    *,
-    only: str | None = None,
-    dtype: str | None = None,
-    drop: Iterable[str] = (),
-    also: Sequence[str | os.PathLike[str]] = (),
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    processes: int = 1,
-) -> Prepared:
-    """Opens and plans; writes nothing. Close ``checkpoint`` of the result, if it is not given to `run`.
-
-    Raises:
-        ReshardError: the source is not there or unsound, or the options do not fit it.
-    """
-    started_s = time.monotonic()
-    checkpoint = open_checkpoint(source, also)
-    try:
-        index = checkpoint.index
-        selection = select(checkpoint, only, dtype, drop)
-        tensors = selection.tensors
-        widths = np.array([ITEM_BYTES[selection.dtypes[number]] for number in tensors.tolist()], dtype=np.int64)
-        layout = sharded_layout(index, tensors, stored_whole(checkpoint, tensors), mesh, widths)
-        plan = make_plan(index, layout)
-        files = lay_out_dcp(index, layout, selection.dtypes, selection.objects)
-        require_files(checkpoint)
-        found = checkpoint.require_manifest()
-        rewritten = None if found is None else _rewritten(found, mesh, only)
-        return Prepared(
-            checkpoint=checkpoint,
-            mesh=mesh,
-            selection=selection,
-            job=Job(checkpoint, layout, plan, files.output),
-            files=files,
-            manifest=rewritten,
-            metadata=metadata_bytes(files.index, files.objects, checkpoint.paths),
-            budget=Budget.of(memory_bytes, processes),
-            started_s=started_s,
-        )
-    except BaseException:
-        checkpoint.close()
-        raise
-
-
 def run(
     prepared: Prepared, destination: Path, *, force: bool = False, progress: Callable[[int], None] | None = None
 ) -> Summary:
@@ -173,6 +76,8 @@ def run(
     """
     advance: Callable[[int], None] = progress or (lambda count: None)
     rank, ranks, launch = launched_as()
+    # A name of its own even where it was given as ".".
+    destination = Path(os.path.abspath(destination))  # noqa: PTH100 (resolve would follow the link that is to be made)
     check_destination(prepared, destination, force=force)
     output = prepared.files.output
     with (
@@ -190,7 +95,7 @@ def run(
             done = {Segment(*entry) for entry in work.hear("may write", 0)}
         finished_bytes = sum(segment.length_bytes for segment in done)
         mine = _share([segment for segment in segments if segment not in done], rank, ranks)
-        advance(finished_bytes)
+        advance(finished_bytes // ranks)
         write_segments(
             prepared.job,
             work.folder,
@@ -205,6 +110,7 @@ def run(
             outcomes = {Segment(*entry["segment"]): _outcome(entry) for entry in work.noted()}
             _require_all(segments, outcomes, work.root)
             crcs = finish(prepared.job, work.folder, outcomes.values())
+            _verify_objects(prepared)
             write_atomic(work.folder / dcp_metadata.FILE_NAME, prepared.metadata)
             if prepared.manifest is not None:
                 marked = replace(prepared.manifest, files=_fingerprints(prepared, crcs))
@@ -244,47 +150,6 @@ def check_destination(prepared: Prepared, destination: Path, *, force: bool) -> 
             found=destination.name,
             hint="name it so, or not as a step at all",
         )
-
-
-def require_files(checkpoint: Checkpoint) -> None:
-    """Passes where every file of the source is there and as long as the index says.
-
-    Raises:
-        CheckpointUnsound: some are not; each is named.
-    """
-    faults = list(map(str, file_faults(checkpoint.index, checkpoint.files.paths)))
-    if faults:
-        hint = "copy it anew; files of other nodes that stayed on their disks: name the folders with --in"
-        raise CheckpointUnsound(faults[0], hint=hint, details=faults[1:])
-
-
-def _rewritten(found: Manifest, mesh: Mesh, only: str | None) -> Manifest:
-    """The manifest for other ranks: the same batch, in as many micro-steps as it now takes."""
-    per_node = -(-found.world.ranks // max(1, found.world.nodes))
-    nodes = -(-mesh.ranks // max(1, per_node))
-    world = World(mesh.ranks, nodes, min(found.world.gpus_per_node, mesh.ranks), mesh.axes)
-    batch = found.batch
-    if batch is not None:
-        numbers = [batch.get(name) for name in ("global_batch", "micro_batch")]
-        if not all(type(number) is int for number in numbers):
-            raise CheckpointUnsound("not a batch plan", path=manifest.FILE_NAME, key="batch", found=batch)
-        batch = BatchPlan(batch["global_batch"], batch["micro_batch"], mesh.ranks).state_dict()
-    rewritten = replace(found, world=world, batch=batch, files=None)
-    if only is None:
-        return rewritten
-    parts = {part: kept for part, kept in found.parts.items() if part == only}
-    return replace(
-        rewritten,
-        parts=parts,
-        lr=[],
-        batch=None,
-        data=None,
-        schedulers={},
-        scaler=None,
-        rng=None,
-        extra={},
-        optimizers={},
-    )
 
 
 def _job_name(prepared: Prepared) -> str:
@@ -338,6 +203,29 @@ def _outcome(entry: dict[str, Any]) -> Outcome:
         for name in ("cut", "sources")
     )
     return Outcome(cut, sources, {int(record): crc for record, crc in entry["whole"].items()})
+
+
+def _verify_objects(prepared: Prepared) -> None:
+    """Verifies the objects that were copied: of each, its archive states checksums of its own.
+
+    Raises:
+        CheckpointUnsound: one is damaged.
+    """
+    source = prepared.checkpoint
+    numbers = {name: number for number, name in enumerate(source.index.files)}
+    for key, place in prepared.selection.objects.items():
+        file = numbers[place.file]
+        for name, record in object_records(source.files, file, place, key).items():
+            found = crc_of(source.files, file, place.start_bytes + record.start_bytes, record.length_bytes)
+            # All zero means that the archive was saved without checksums.
+            if record.crc not in (0, found):
+                raise CheckpointUnsound(
+                    f"damaged: the checksum of {name} is wrong",
+                    path=source.files.paths[file],
+                    key=key,
+                    expected=f"CRC-32 {record.crc:08x}",
+                    found=f"{found:08x}",
+                )
 
 
 def _fingerprints(prepared: Prepared, crcs: Int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,10 +12,7 @@ from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.index.dtypes import CASTABLE, SHORT_NAMES, item_bytes
 from reshard.index.index import Int, Place
-from reshard.index.kinds import COUNTERS, MODEL_ROOTS, OTHERS, WEIGHTS, kind_of
-
-# Another framework's loader state of one rank, and the like: nothing says how to make it one of other ranks.
-_OF_ONE_RANK = re.compile(r"(?:^|[._])(?:dp_)?rank[._]?\d+(?:[._]|$)")
+from reshard.index.kinds import COUNTERS, OTHERS, WEIGHTS, is_of_model, is_of_one_rank, kind_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def select(checkpoint: Checkpoint, only: str | None, dtype: str | None, drop: It
         if only != "model":
             raise UsageError("only the model can be had alone", key="--only", expected="model", found=only)
         out.update(name for name, kind in zip(index.names, kinds, strict=True) if kind != WEIGHTS)
-        out.update(key for key in index.objects if key.partition(".")[0] not in MODEL_ROOTS)
+        out.update(key for key in index.objects if not is_of_model(key))
     tensors = np.array([number for number, name in enumerate(index.names) if name not in out], dtype=np.int64)
     objects = {key: place for key, place in index.objects.items() if key not in out}
     if not len(tensors):
@@ -69,7 +65,7 @@ def select(checkpoint: Checkpoint, only: str | None, dtype: str | None, drop: It
         tensors=tensors,
         dtypes=_dtypes(index.dtypes, kinds, dtype),
         objects=objects,
-        of_one_rank=[key for key in objects if _OF_ONE_RANK.search(key)],
+        of_one_rank=[key for key in objects if is_of_one_rank(key)],
         dropped=dropped,
     )
 

@@ -40,7 +40,9 @@ def banded(job: Job, record: int, start: int, end: int, observe: Observer) -> It
     while element * width < end:
         first, band = band_at(whole.sizes, element, BAND_BYTES // max(width, ITEM_BYTES[source.index.dtypes[number]]))
         place = Box(tuple(a + b for a, b in zip(whole.offsets, band.offsets, strict=True)), band.sizes)
-        content = _assembled(job, number, place, rows, low, sizes, observe)
+        # A band that two segments share is told of by the first of them.
+        told = observe if first * width >= start else None
+        content = _assembled(job, number, place, rows, low, sizes, told)
         if source.index.dtypes[number] != job.output.dtypes[number]:
             content = cast(content, source.index.dtypes[number], job.output.dtypes[number])
         view = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
@@ -86,7 +88,7 @@ def _assembled(
     rows: Sequence[int],
     low: Int,
     sizes: Int,
-    observe: Observer,
+    observe: Observer | None,
 ) -> NDArray[np.generic]:
     """The elements of a box of a tensor, from the chunks that hold them."""
     index = job.source.index
@@ -98,5 +100,5 @@ def _assembled(
         inside = part.relative_to(place.offsets)
         target = tuple(slice(a, a + size) for a, size in zip(inside.offsets, inside.sizes, strict=True))
         chunk = part.relative_to(index.box(row).offsets)
-        out[target] = job.source.read_chunk(row, chunk, functools.partial(observe, row))
+        out[target] = job.source.read_chunk(row, chunk, functools.partial(observe, row) if observe else None)
     return out

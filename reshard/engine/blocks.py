@@ -12,6 +12,7 @@ import mmap
 import os
 from pathlib import Path
 
+from reshard.errors import StorageError
 from reshard.storage.durable import storage_errors
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -25,15 +26,18 @@ def aligned_buffer(length_bytes: int) -> memoryview:
 class BlockFile:
     """A file of known length that is written by position, from any thread.
 
+    Args:
+        path: an existing file, unless ``create``: one that has gone meanwhile must not come back as a hole.
+
     Attributes:
         is_direct: whether blocks bypass the page cache; then they start at multiples of the page, and so do buffers.
     """
 
-    def __init__(self, path: Path, length_bytes: int) -> None:
+    def __init__(self, path: Path, length_bytes: int, *, create: bool = False) -> None:
         self.path = path
         self.length_bytes = length_bytes
         with storage_errors("write", path):
-            self._descriptor, self.is_direct = _open(path)
+            self._descriptor, self.is_direct = _open(path, os.O_CREAT if create else 0)
 
     def write(self, block: memoryview, position: int) -> None:
         """Writes a block; only the last one of the file may have a length that is not a multiple of the page.
@@ -74,14 +78,24 @@ class BlockFile:
         """Takes off what pads the last block.
 
         Raises:
-            StorageError: the file system refused.
+            StorageError: the file system refused, or the file is shorter than what was written to it.
         """
         with storage_errors("finish", self.path):
+            found_bytes = os.fstat(self._descriptor).st_size
+            if found_bytes < self.length_bytes:
+                raise StorageError(
+                    "lost what was written to it", path=self.path, expected=self.length_bytes, found=found_bytes
+                )
             os.ftruncate(self._descriptor, self.length_bytes)
 
     def close(self) -> None:
-        """Closes the file; does not flush it."""
-        os.close(self._descriptor)
+        """Closes the file; does not flush it.
+
+        Raises:
+            StorageError: the file system refused; some tell only now that they have no room.
+        """
+        with storage_errors("finish", self.path):
+            os.close(self._descriptor)
 
     def _write_buffered(self, data: memoryview, position: int) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -93,8 +107,8 @@ class BlockFile:
             os.close(descriptor)
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+def _open(path: Path, create: int) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CLOEXEC | create
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:

@@ -7,13 +7,15 @@ that of zlib's ``crc32_combine``; the bits of a CRC-32 are reflected, so x**0 is
 from __future__ import annotations
 
 import functools
-import threading
+import zlib
 from collections.abc import Iterable
 
 from reshard.errors import CheckpointUnsound
+from reshard.storage.byte_ranges import SourceFiles
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
+_BLOCK_BYTES = 4 << 20
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
@@ -46,35 +48,60 @@ def _multiply(a: int, b: int) -> int:
 
 
 class Ledger:
-    """Checksums of parts of records, until they add up to a whole record that can be compared with what is recorded.
+    """Checksums of parts of records, put together until they are those of whole records.
 
-    Parts may come from any thread and in any order; one that comes twice counts once.
+    Parts may come in any order. Neighbours become one, so that what is read in order takes one entry a record.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._parts: dict[int, dict[int, tuple[int, int]]] = {}
-        self._bytes: dict[int, int] = {}
+        self._ends: dict[int, dict[int, tuple[int, int]]] = {}
+        self._starts: dict[int, dict[int, int]] = {}
 
     def add(self, record: int, start: int, length: int, crc: int, whole_bytes: int) -> int | None:
-        """Notes a part; the CRC of the whole record once it is complete, which then is forgotten."""
-        with self._lock:
-            parts = self._parts.setdefault(record, {})
-            known_bytes, _ = parts.get(start, (0, 0))
-            parts[start] = (length, crc)
-            self._bytes[record] = self._bytes.get(record, 0) + length - known_bytes
-            if self._bytes[record] < whole_bytes:
-                return None
-            del self._parts[record], self._bytes[record]
-        return combined((start, *part) for start, part in parts.items())
+        """Notes a part; the CRC of the whole record once it is complete, which then is forgotten.
+
+        A part that overlaps others is not put together with them; such a record is never complete.
+        """
+        ends, starts = self._ends.setdefault(record, {}), self._starts.setdefault(record, {})
+        if starts.get(start, -1) >= start + length:
+            return None
+        end = start + length
+        if (before := ends.pop(start, None)) is not None:
+            del starts[before[0]]
+            start, crc = before[0], combine(before[1], crc, length)
+        if (after_end := starts.pop(end, None)) is not None:
+            _, after_crc = ends.pop(after_end)
+            crc, end = combine(crc, after_crc, after_end - end), after_end
+        if start == 0 and end == whole_bytes:
+            del self._ends[record], self._starts[record]
+            return crc
+        ends[end], starts[start] = (start, crc), end
+        return None
 
     def take(self) -> dict[int, list[tuple[int, int, int]]]:
         """The parts (start, length, CRC) of the records that are not complete, which are then forgotten."""
-        with self._lock:
-            taken = {record: [(start, *part) for start, part in parts.items()] for record, parts in self._parts.items()}
-            self._parts.clear()
-            self._bytes.clear()
+        taken = {
+            record: [(start, end - start, crc) for end, (start, crc) in ends.items()]
+            for record, ends in self._ends.items()
+        }
+        self._ends.clear()
+        self._starts.clear()
         return taken
+
+
+def crc_of(files: SourceFiles, file: int, start: int, length: int) -> int:
+    """The CRC-32 of a byte range of a file, read in blocks.
+
+    Raises:
+        CheckpointUnsound: the file is missing or ends before.
+        StorageError: the file system failed to read it.
+    """
+    crc = 0
+    while length:
+        data = files.read(file, start, min(length, _BLOCK_BYTES))
+        crc = zlib.crc32(data, crc)
+        start, length = start + len(data), length - len(data)
+    return crc
 
 
 def combined(parts: Iterable[tuple[int, int, int]]) -> int:

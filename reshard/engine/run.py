@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from reshard.engine.blocks import PAGE_BYTES, BlockFile, aligned_buffer
-from reshard.engine.crc import combined
+from reshard.engine.crc import Ledger, combined, crc_of
 from reshard.engine.segment import Cancelled, Outcome, Parts, Segment, SegmentWriter, require_crc
 from reshard.engine.spans import Job, rows_of
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.index.index import Int
 from reshard.storage.durable import fsync_tree
 
@@ -74,7 +75,7 @@ def create_files(job: Job, folder: Path) -> None:
         StorageError: the file system refused.
     """
     for file in range(len(job.output.names)):
-        _open(job, folder, file).close()
+        BlockFile(folder / job.output.names[file], int(job.output.length_bytes[file]), create=True).close()
     fsync_tree(folder)
 
 
@@ -99,7 +100,7 @@ def write_segments(
     cancelled = threading.Event()
     turn = threading.Lock()
     waiting = list(reversed(segments))
-    written = _Written(job, folder, done)
+    written = _Written(done)
 
     def work() -> None:
         buffer = aligned_buffer(budget.block_bytes)
@@ -111,11 +112,12 @@ def write_segments(
             target = _open(job, folder, segment.file)
             try:
                 outcome = SegmentWriter(job, segment, target, buffer, progress, cancelled.is_set).run()
-            except Cancelled:
-                return
-            finally:
+            except BaseException as error:
                 target.close()
-            written.add(segment, outcome)
+                if isinstance(error, Cancelled):
+                    return
+                raise
+            written.add(segment, outcome, target)
 
     with ThreadPoolExecutor(budget.threads, thread_name_prefix="reshard-copy") as pool:
         futures = [pool.submit(work) for _ in range(min(budget.threads, len(segments)))]
@@ -124,26 +126,31 @@ def write_segments(
         finally:
             # All are done, or one has failed, or the wait was interrupted.
             cancelled.set()
-    for future in futures:
-        future.result()
+    try:
+        for future in futures:
+            future.result()
+    except BaseException:
+        # What the others have done is to be found by the next run all the same.
+        with suppress(ReshardError):
+            written.settle()
+        raise
     written.settle()
 
 
 class _Written:
     """Segments that are written and not yet known to be durable: to flush after each would stop the disk each time."""
 
-    def __init__(self, job: Job, folder: Path, done: Callable[[Sequence[tuple[Segment, Outcome]]], None]) -> None:
-        self._job = job
-        self._folder = folder
+    def __init__(self, done: Callable[[Sequence[tuple[Segment, Outcome]]], None]) -> None:
         self._done = done
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
-        self._segments: list[tuple[Segment, Outcome]] = []
+        self._segments: list[tuple[Segment, Outcome, BlockFile]] = []
         self._settled_s = time.monotonic()
 
-    def add(self, segment: Segment, outcome: Outcome) -> None:
+    def add(self, segment: Segment, outcome: Outcome, target: BlockFile) -> None:
+        """Takes over a segment, and its file until it is flushed: an error of a write may be told only then."""
         with self._lock:
-            self._segments.append((segment, outcome))
+            self._segments.append((segment, outcome, target))
             is_due = time.monotonic() - self._settled_s >= SETTLE_S
             if is_due:
                 self._settled_s = time.monotonic()
@@ -151,17 +158,17 @@ class _Written:
             self.settle()
 
     def settle(self) -> None:
+        """Flushes the files, and tells of the segments."""
         with self._flushing:
             with self._lock:
                 segments, self._segments = self._segments, []
-            for file in sorted({segment.file for segment, _ in segments}):
-                target = _open(self._job, self._folder, file)
-                try:
+            with ExitStack() as files:
+                for _, _, target in segments:
+                    files.callback(target.close)
+                for target in {segment.file: target for segment, _, target in segments}.values():
                     target.sync()
-                finally:
-                    target.close()
             if segments:
-                self._done(segments)
+                self._done([(segment, outcome) for segment, outcome, _ in segments])
 
 
 def _locate_small_chunks(job: Job, segments: Sequence[Segment]) -> None:
@@ -216,14 +223,18 @@ def _complete(job: Job, target: BlockFile, record: int, crc: int) -> None:
 
 
 def _check_sources(job: Job, sources: Parts) -> None:
+    """Verifies the stored records that no segment has read as a whole."""
     payloads = job.source.payloads
-    # Other processes, or a run before, may have read them.
-    job.source.locate(np.array(sorted(sources), dtype=np.int64))
+    ledger = Ledger()
     for row, parts in sources.items():
-        # Where two segments share a band, both have read it.
-        unique = set(parts)
-        if payloads.crc[row] >= 0 and sum(length for _, length, _ in unique) == payloads.record_bytes[row]:
-            require_crc(job, row, combined(unique))
+        job.source.locate(np.array([row]))
+        for part in sorted(set(parts)):
+            if (found := ledger.add(row, *part, whole_bytes=int(payloads.record_bytes[row]))) is not None:
+                require_crc(job, row, found)
+    # Parts overlap where segments share a band, and some are missing where a record is larger than its tensor.
+    for row in ledger.take():
+        start, length = int(payloads.record_start_bytes[row]), int(payloads.record_bytes[row])
+        require_crc(job, row, crc_of(job.source.files, int(job.source.index.file[row]), start, length))
 
 
 def _open(job: Job, folder: Path, file: int) -> BlockFile:

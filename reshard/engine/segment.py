@@ -27,7 +27,6 @@ from reshard.errors import CheckpointUnsound
 _GAP_BYTES = 4096
 # From here on putting checksums together costs less than computing one twice.
 _COMBINED_BYTES = 1 << 16
-_LEAST_NOTED_BYTES = 1 << 14
 
 
 class Segment(NamedTuple):
@@ -280,7 +279,7 @@ class SegmentWriter:
             return
         crc = zlib.crc32(part.view)
         self._note_source_crc(part.row, part.place, len(part.view), crc)
-        if before is None:
+        if not before:
             self._crc[part.record] = crc
         elif len(part.view) < _COMBINED_BYTES:
             self._crc[part.record] = zlib.crc32(part.view, before)
@@ -288,8 +287,7 @@ class SegmentWriter:
             self._crc[part.record] = combine(before, crc, len(part.view))
 
     def _note_source(self, row: int, place: int, content: memoryview) -> None:
-        # The books for shorter stretches (a chunk saved transposed) would take more memory than the chunk.
-        if len(content) >= _LEAST_NOTED_BYTES and self._job.source.payloads.crc[row] >= 0:
+        if self._job.source.payloads.crc[row] >= 0:
             self._note_source_crc(row, place, len(content), zlib.crc32(content))
 
     def _note_source_crc(self, row: int, place: int, length: int, crc: int) -> None:

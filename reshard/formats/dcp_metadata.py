@@ -286,7 +286,8 @@ def _check_inside(file: str) -> None:
     """Refuses a name that leaves the folder: the next thing done with it is to open it."""
     parts = file.split("/")
     encodable = file.encode(errors="ignore").decode() == file
-    if not encodable or "\0" in file or ".." in parts or parts[-1] in ("", ".") or parts[0] == "":
+    is_long = any(len(part.encode(errors="ignore")) > _LONGEST_NAME_BYTES for part in parts)
+    if not encodable or is_long or "\0" in file or ".." in parts or parts[-1] in ("", ".") or parts[0] == "":
         raise _Contradiction(f"names the file {file!r}, which is not inside the checkpoint")
 
 
@@ -303,6 +304,7 @@ def _counts(value: object, key: str) -> tuple[int, ...]:
 # The end of a range, and a product of two sizes of a sound tensor, must fit 64 bits.
 _TOO_LARGE = 1 << 62
 _MOST_DIMS = 64
+_LONGEST_NAME_BYTES = 255
 _T = TypeVar("_T")
 
 

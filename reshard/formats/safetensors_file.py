@@ -128,7 +128,8 @@ def _weight_map(path: Path) -> dict[str, str]:
         weight_map = fields["weight_map"]
         for name, file in weight_map.items():
             # The next thing done with it is to open it, so it must not lead anywhere else.
-            if type(file) is not str or Path(file).name != file or not file.isprintable() or file in ("", ".."):
+            is_name = type(file) is str and Path(file).name == file and file.isprintable() and file not in ("", "..")
+            if not is_name or len(file.encode()) > 255:
                 raise CheckpointUnsound(
                     "not the name of a file beside the index", path=path, key=name, found=repr(file)
                 )

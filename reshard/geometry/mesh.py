@@ -11,6 +11,7 @@ from reshard.errors import UsageError
 
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Mesh:
 
     shard: int
     replicate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks > MOST_RANKS:
+            raise UsageError("more ranks than any job has", expected=f"at most {MOST_RANKS}", found=self.ranks)
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

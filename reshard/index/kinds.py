@@ -1,11 +1,13 @@
 """What a tensor of a training state is, judged by its key: weights, moments, masters, counters or others.
 
 Keys follow the layout that a run saves (`model.<fqn>`, `optim.state.<fqn>.<name>`), or one of those that others use:
-Lightning's `state_dict.`, torchtitan's weights at the root, the bare names of a safetensors file.
+Lightning's `state_dict.` and `optimizer_0.`, torchtitan's weights at the root, the bare names of a safetensors file, or
+any of these below a name of the user's own (`app.optim.state...`, as in torch's recipe for DCP).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 WEIGHTS = "weights"
@@ -16,27 +18,53 @@ OTHERS = "others"
 KINDS = (WEIGHTS, MOMENTS, MASTERS, COUNTERS, OTHERS)
 
 MODEL_ROOTS = ("model", "state_dict", "module")
-OPTIMIZER_ROOTS = ("optim", "optimizer", "optimizers", "optimizer_states", "optimizer_state_dict")
+_OPTIMIZER_ROOT = re.compile(r"(?:optims?|optimizers?|opts?)(?:_states?)?(?:_dict)?(?:_\d+)?")
 _OTHER_ROOTS = (
     "rng", "extra", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "loops", "callbacks",
     "scaler", "ema",
 )  # fmt: skip
+# Names that no parameter has, so that they tell without any root.
+_MOMENT_NAMES = frozenset(["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"])
+
+# Another framework's loader state of one rank, and the like: nothing says how to make it one of other ranks.
+_OF_ONE_RANK = re.compile(r"(?:^|[._])(?:dp_)?(?:rank|shard)[._]?\d+(?:[._]|$)")
 
 
 def kind_of(key: str, shape: Sequence[int]) -> str:
     """The kind of a tensor with this key and global shape."""
     root, _, rest = key.partition(".")
-    if is_optimizer(root):
-        return _kind_in_optimizer(rest, shape)
+    if (place := optimizer_place(key)) is not None:
+        return _kind_in_optimizer(place[1], shape)
     if root in _OTHER_ROOTS and rest:
         return OTHERS
-    return WEIGHTS
+    return MOMENTS if key.rpartition(".")[2] in _MOMENT_NAMES else WEIGHTS
 
 
-def is_optimizer(root: str) -> bool:
-    """Whether an optimizer's state lies under this first part of a key; Lightning numbers them, ``optimizer_0``."""
-    name, _, number = root.rpartition("_")
-    return root in OPTIMIZER_ROOTS or (name in OPTIMIZER_ROOTS and number.isdecimal())
+def is_of_model(key: str) -> bool:
+    """Whether a key lies under a name for the model, at the root or below one other name."""
+    first, _, rest = key.partition(".")
+    return first in MODEL_ROOTS or (first not in _OTHER_ROOTS and rest.partition(".")[0] in MODEL_ROOTS)
+
+
+def optimizer_place(key: str) -> tuple[str, str] | None:
+    """What stands before and behind the name of an optimizer in a key; None where it has none.
+
+    An optimizer is at the root, or below one name that is none of the model's.
+    """
+    first, _, rest = key.partition(".")
+    if first in MODEL_ROOTS or not rest:
+        return None
+    if _OPTIMIZER_ROOT.fullmatch(first):
+        return "", rest
+    second, _, tail = rest.partition(".")
+    if tail and first not in _OTHER_ROOTS and _OPTIMIZER_ROOT.fullmatch(second):
+        return f"{first}.", tail
+    return None
+
+
+def is_of_one_rank(key: str) -> bool:
+    """Whether an object belongs to a single rank of the job that wrote it, such as ``dataloader.dp_rank_3``."""
+    return _OF_ONE_RANK.search(key) is not None
 
 
 def _kind_in_optimizer(key: str, shape: Sequence[int]) -> str:
@@ -52,12 +80,13 @@ def _kind_in_optimizer(key: str, shape: Sequence[int]) -> str:
 
 def parameter_of(key: str, weights: frozenset[str] | set[str]) -> str | None:
     """Which of `weights` a tensor of an optimizer's state belongs to; None where none fits."""
-    root, _, rest = key.partition(".")
-    if not is_optimizer(root):
+    place = optimizer_place(key)
+    if place is None:
         return None
+    before, rest = place
     name = rest.removeprefix("state.").rpartition(".")[0]
     while name:
-        for candidate in (name, *(f"{model}.{name}" for model in MODEL_ROOTS)):
+        for candidate in (before + name, *(f"{before}{model}.{name}" for model in MODEL_ROOTS)):
             if candidate in weights:
                 return candidate
         name = name.rpartition(".")[0]

@@ -1,6 +1,6 @@
 """Work by several processes on a folder that does not exist yet, coordinated through files beside it.
 
-    <parent>/.staging-<name>-offline/
+    <parent>/.offline-<name>/
         files/                          what becomes <parent>/<name>
         work/job                        which job this is: what is staged for another one is thrown away
         work/lock                       held by the process that leads
@@ -34,7 +34,7 @@ from reshard.storage.durable import (
     temporary_target,
     write_atomic,
 )
-from reshard.storage.steps import REPLACED, STAGING, move_to_trash
+from reshard.storage.steps import REPLACED, move_to_trash
 
 _POLL_S = 0.05
 _BEAT_S = 2.0
@@ -59,7 +59,7 @@ class SharedWork:
 
     def __init__(self, destination: Path, job: str, rank: int, ranks: int, launch: str, timeout_s: float) -> None:
         self.destination = destination
-        self.root = destination.with_name(f"{STAGING}{destination.name}-offline")
+        self.root = destination.with_name(f".offline-{destination.name}")
         self.folder = self.root / "files"
         self.rank = rank
         self.ranks = ranks
@@ -74,14 +74,8 @@ class SharedWork:
         self._heart = threading.Thread(target=self._beat, daemon=True, name="reshard-heartbeat")
 
     def __enter__(self) -> SharedWork:
-        if self.rank == 0:
-            self._lead()
-            # A name for this launch's events: torchrun gives launches one after the other the same names.
-            nonces = [self.hear("hello", rank) for rank in range(1, self.ranks)]
-            session = secrets.token_hex(4)
-            self.tell("open", {"session": session, "continued": self.continued, "nonces": nonces})
-        else:
-            session, self.continued = self._join()
+        # A name for this launch's events: launchers give launches one after the other the same names.
+        session = self._open() if self.rank == 0 else self._join()
         self._launch = f"{self._launch}.{session}"
         if self.ranks > 1:
             self._heart.start()
@@ -95,24 +89,79 @@ class SharedWork:
         self._stop_heart()
         if self._journal is not None:
             os.close(self._journal)
-        if self._lock is not None:
-            os.close(self._lock)
+        if self.rank == 0 and isinstance(value, ReshardError):
+            self._leave(value)
+        self._unlock()
 
-    def _join(self) -> tuple[str, bool]:
+    def _leave(self, error: ReshardError) -> None:
+        """After a failure, keeps what a next run can go on from: nothing, if it is the source that is at fault."""
+        if isinstance(error, StorageError) or error.exit_code == StorageError.exit_code:
+            error.details = (*error.details, f"what was written stays in {self.root}: start again to go on from it")
+            return
+        with contextlib.suppress(StorageError):
+            self.forget()
+            remove_tree(self.folder if self.ranks > 1 else self.root)
+
+    def _open(self) -> str:
+        """Makes or takes over the staged folder, waits for all ranks, and tells them the name of the session."""
+        try:
+            self._lead()
+            nonces = [self.hear("hello", rank) for rank in range(1, self.ranks)]
+            session = secrets.token_hex(4)
+            told = {"session": session, "continued": self.continued, "nonces": nonces, "job": self._job}
+            self.tell("open", told)
+        except BaseException as error:
+            if self.ranks > 1 and isinstance(error, Exception):
+                self._refuse(error)
+            self._unlock()
+            raise
+        return session
+
+    def _refuse(self, error: Exception) -> None:
+        """Tells the ranks that wait to join why there is nothing to join."""
+        deadline = time.monotonic() + _HEARING_S
+        nonces: dict[int, Any] = {}
+        while len(nonces) < self.ranks - 1 and time.monotonic() < deadline:
+            for rank in range(1, self.ranks):
+                with contextlib.suppress(OSError, ValueError):
+                    nonces[rank] = json.loads(self._event("hello", rank).read_bytes())
+            time.sleep(_POLL_S)
+        with contextlib.suppress(ReshardError):
+            self.tell("refused", {**_described(error), "nonces": list(nonces.values())})
+
+    def _join(self) -> str:
         """Waits for rank 0 to open the work for this process, not for one of a launch before."""
         nonce = secrets.token_hex(8)
         started = time.monotonic()
+        hello = self._event("hello", self.rank)
         while time.monotonic() - started < self._timeout_s:
-            with contextlib.suppress(OSError, ValueError, ReshardError):
-                hello = self._event("hello", self.rank)
-                # Rank 0 deletes whatever was there before it came.
-                if self._work.is_dir() and (not hello.exists() or json.loads(hello.read_bytes()) != nonce):
-                    self.tell("hello", nonce)
-                told = json.loads(self._event("open", 0).read_bytes())
-                if nonce in told["nonces"]:
-                    return str(told["session"]), bool(told["continued"])
+            # Rank 0 deletes whatever was there before it came.
+            if self._work.is_dir() and self._told(hello) != nonce:
+                self.tell("hello", nonce)
+            refused = self._told(self._event("refused", 0))
+            if isinstance(refused, dict) and nonce in refused.get("nonces", ()):
+                raise FailedElsewhere(refused, 0)
+            told = self._told(self._event("open", 0))
+            if isinstance(told, dict) and nonce in told.get("nonces", ()):
+                if told["job"] != self._job:
+                    raise UsageError(
+                        "this rank sees another source than rank 0", path=self.destination, rank=self.rank,
+                        hint="look whether all nodes see the same files, and run the same release",
+                    )  # fmt: skip
+                self.continued = bool(told["continued"])
+                return str(told["session"])
             time.sleep(_POLL_S)
         raise self._silence(0)
+
+    def _told(self, path: Path) -> Any:
+        """What a file says that may not be there, or may be about to go."""
+        try:
+            return json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        except OSError as error:
+            with storage_errors("read", path):
+                raise error
 
     def note(self, *entries: dict[str, Any]) -> None:
         """Adds lines to this rank's journal, durably.
@@ -186,9 +235,13 @@ class SharedWork:
                 move_to_trash(aside)
             self.tell("committed")
             self._see_off()
-            remove_tree(self.root)
+            self._stop_heart()
+            # All is done: what cannot be cleared away hinders nothing.
+            with contextlib.suppress(StorageError):
+                remove_tree(self.root)
             return
         self.hear("committed", 0)
+        self._stop_heart()
         self.tell("left")
 
     def _lead(self) -> None:
@@ -266,10 +319,8 @@ class SharedWork:
 
     def _share(self, error: Exception) -> None:
         """Tells the others, and gives rank 0 the time to say it before a launcher ends all of them."""
-        text = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
-        fields = {"text": text, "code": getattr(error, "exit_code", 3)}
         with contextlib.suppress(ReshardError):
-            self.tell("failed", fields)
+            self.tell("failed", _described(error))
             if self.rank != 0 and isinstance(error, ReshardError):
                 deadline = time.monotonic() + _HEARING_S
                 while not error.is_shared and time.monotonic() < deadline:
@@ -287,6 +338,11 @@ class SharedWork:
 
     def _event(self, event: str, rank: int) -> Path:
         return self._work / f"{self._launch}.{event}.{rank}"
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _stop_heart(self) -> None:
         self._stop.set()
@@ -312,9 +368,12 @@ class FailedElsewhere(ReshardError):
 
     is_shared = True
 
-    def __init__(self, fields: dict[str, Any] | str, rank: int | None = None) -> None:
-        text = fields if isinstance(fields, str) else str(fields.get("text"))
-        first, *details = text.splitlines() or ["failed"]
+    def __init__(self, fields: dict[str, Any], rank: int) -> None:
+        first, *details = str(fields.get("text")).splitlines() or ["failed"]
         super().__init__(first, rank=rank, details=[detail.strip() for detail in details])
-        if isinstance(fields, dict):
-            self.exit_code = int(fields.get("code", 1))
+        self.exit_code = int(fields.get("code", 1))
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    text = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+    return {"text": text, "code": getattr(error, "exit_code", 3)}

@@ -16,7 +16,7 @@ from typing import Any
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import Manifest
 from reshard.index.dtypes import FLOATS
-from reshard.index.kinds import MODEL_ROOTS, WEIGHTS, is_optimizer, kind_of, parameter_of
+from reshard.index.kinds import MODEL_ROOTS, WEIGHTS, is_of_one_rank, kind_of, optimizer_place, parameter_of
 
 PRESENT, MISSING, NONE = "present", "missing", "run had none"
 
@@ -29,7 +29,6 @@ _ROOTS = {
     "step": ("train_state", "step", "global_step", "iteration"),
 }
 _RNG_KEY = re.compile(r"rng\.rank_(\d+)\.(.+)")
-_PER_RANK = re.compile(r"(^|[._/])(dp_rank|rank|shard)_?\d+")
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,14 @@ def optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
 
 def _state_of(key: str, weights: set[str]) -> tuple[str, str] | None:
     """The parameter that an entry of an optimizer's state belongs to, and the entry's own name."""
-    root, _, rest = key.partition(".")
-    if not is_optimizer(root) or not rest.startswith("state."):
+    place = optimizer_place(key)
+    if place is None or not place[1].startswith("state."):
         return None
-    rest = rest.removeprefix("state.")
+    rest = place[1].removeprefix("state.")
     parameter = parameter_of(key, weights)
     if parameter is not None:
-        for name in (parameter, parameter.partition(".")[2]):
+        bare = parameter.removeprefix(place[0])
+        for name in (bare, bare.partition(".")[2]):
             if name and rest.startswith(f"{name}."):
                 return parameter, rest[len(name) + 1 :]
     # Megatron puts the entry's name first.
@@ -113,7 +113,7 @@ def _gaps(by_parameter: Mapping[str, frozenset[str]]) -> list[tuple[str, list[st
 
 def per_rank_objects(checkpoint: Checkpoint) -> list[str]:
     """Keys of objects that belong to one rank each, and so mean nothing on another number of ranks."""
-    return [key for key in (*checkpoint.index.objects, *checkpoint.values) if _PER_RANK.search(key)]
+    return [key for key in (*checkpoint.index.objects, *checkpoint.values) if is_of_one_rank(key)]
 
 
 def random_states(checkpoint: Checkpoint) -> dict[int, list[str]]:

@@ -21,7 +21,7 @@ from reshard.formats.fingerprint import fingerprints, recorded
 from reshard.formats.manifest import FILE_NAME as MANIFEST
 from reshard.formats.manifest import Manifest
 from reshard.index.dtypes import values
-from reshard.index.kinds import MODEL_ROOTS, OPTIMIZER_ROOTS
+from reshard.index.kinds import COUNTERS, MODEL_ROOTS, kind_of, optimizer_place
 from reshard.storage.durable import temporary_target
 from reshard.storage.steps import REPLACED, STAGING, TRASH, step_number
 from reshard.verify.report import Fault, rank_of
@@ -53,16 +53,18 @@ def manifest_faults(checkpoint: Checkpoint) -> Iterator[Fault]:
         yield Fault.at(
             path, "not the step of the folder's name", key="step", expected=f"{named}", found=f"{manifest.step}"
         )
-    roots = {key.partition(".")[0] for key in (*checkpoint.keys, *checkpoint.index.objects, *checkpoint.values)}
-    for part, names in (("model", MODEL_ROOTS), ("optimizer", OPTIMIZER_ROOTS), ("rng", ("rng",))):
-        is_there = not roots.isdisjoint(names)
+    keys = (*checkpoint.keys, *checkpoint.index.objects, *checkpoint.values)
+    roots = {key.partition(".")[0] for key in keys}
+    has_optimizer = any(optimizer_place(key) is not None for key in keys)
+    found = {"model": not roots.isdisjoint(MODEL_ROOTS), "optimizer": has_optimizer, "rng": "rng" in roots}
+    for part, is_there in found.items():
         if part in manifest.parts and is_there != (manifest.parts[part] == "saved"):
             yield Fault.at(
                 path,
                 "promises what is not there" if not is_there else "there, against what it says",
                 key=f"parts.{part}",
                 expected=f"{manifest.parts[part]}",
-                found=f"{'some' if is_there else 'no'} {names[0]}.* in the checkpoint",
+                found=f"{'some' if is_there else 'none'} of it in the checkpoint",
             )
     yield from _rng_faults(checkpoint, manifest, path)
 
@@ -122,7 +124,7 @@ class Counters:
         index = checkpoint.index
         for number, (name, shape) in enumerate(zip(index.names, index.shapes, strict=True)):
             first, last = int(index.first[number]), int(index.first[number + 1])
-            if shape or not name.endswith(".step") or name.partition(".")[0] not in OPTIMIZER_ROOTS:
+            if shape or not name.endswith(".step") or kind_of(name, shape) != COUNTERS:
                 continue
             if last != first + 1 or checkpoint.payloads.start_bytes[first] < 0:
                 continue

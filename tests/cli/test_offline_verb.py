@@ -172,11 +172,12 @@ import sys, resource, json
 from pathlib import Path
 import reshard.cli.main, reshard.convert.offline, reshard.cli.progress, numpy
 from reshard.convert import offline
+from reshard.convert.prepare import prepare
 from reshard.geometry.mesh import Mesh
 tiny, source, made, memory, ranks, dtype = sys.argv[1:]
 
 def copy(source, made):
-    prepared = offline.prepare(source, Mesh(int(ranks)), memory_bytes=int(memory), dtype=dtype or None)
+    prepared = prepare(source, Mesh(int(ranks)), memory_bytes=int(memory), dtype=dtype or None)
     return prepared.source_bytes, offline.run(prepared, Path(made))
 
 def peak():
@@ -218,7 +219,7 @@ def test_a_preempted_run_goes_on(tmp_path: Path) -> None:
     source = write_sharded(tmp_path / "source", state, 2)
     made = tmp_path / "made"
     command = [sys.executable, "-m", "reshard", "offline", str(source), str(made), "--world-size", "3"]
-    journal = tmp_path / ".staging-made-offline" / "work" / "journal-0.jsonl"
+    journal = tmp_path / ".offline-made" / "work" / "journal-0.jsonl"
     for kill in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(
             [*command, "--memory", "4M"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=CLEAN

@@ -19,7 +19,7 @@ from rewriting import DTYPES, any_bits, assert_same, bits, rewrite, rows_of, sto
 from small import Small, edit_manifest
 
 import reshard
-from reshard.convert import offline
+from reshard.convert.prepare import prepare
 from reshard.errors import BatchError, CheckpointUnsound, UsageError
 from reshard.geometry.mesh import Mesh
 
@@ -246,7 +246,7 @@ def test_a_cast_is_torchs_and_of_weights_alone(tmp_path: Path, short: str) -> No
 def test_what_belongs_to_single_ranks_is_named_and_kept_or_dropped(tmp_path: Path) -> None:
     objects = {**OBJECTS, **{f"dataloader.dp_rank_{rank}": b"state" for rank in range(4)}, "rank": 1, "crank_3x": 2}
     source = write_rows(tmp_path / "source", STATE, 4, objects)
-    prepared = offline.prepare(source, Mesh(2))
+    prepared = prepare(source, Mesh(2))
     prepared.checkpoint.close()
     assert prepared.selection.of_one_rank == [f"dataloader.dp_rank_{rank}" for rank in range(4)]
     rewrite(source, tmp_path / "kept", 2)
@@ -272,7 +272,7 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
     source = write_rows(tmp_path / "source", STATE, 2)
     before = rewriting.file_bytes(tmp_path)
     with pytest.raises(UsageError, match=message):
-        offline.prepare(source, Mesh(2), **options)
+        prepare(source, Mesh(2), **options)
     assert rewriting.file_bytes(tmp_path) == before
 
 
@@ -286,7 +286,7 @@ def test_a_tensor_that_is_dropped_need_not_be_whole(tmp_path: Path) -> None:
     source = write_boxes(tmp_path / "source", tensors)
     shrink(source, "a.bad", (10, 2))
     with pytest.raises(CheckpointUnsound, match="sticks out"):
-        offline.prepare(source, Mesh(2))
+        prepare(source, Mesh(2))
     rewrite(source, tmp_path / "made", 2, drop=["a.", "c."])
     assert_same(stock_tensors(tmp_path / "made"), {"b.good": wanted})
 
@@ -359,7 +359,7 @@ def test_a_batch_plan_that_is_none(tmp_path: Path, step: Path, batch: dict[str, 
     shutil.copytree(step, tmp_path / "step-3")
     edit_manifest(tmp_path / "step-3", batch=batch)
     with pytest.raises((CheckpointUnsound, BatchError)):
-        offline.prepare(tmp_path / "step-3", Mesh(2))
+        prepare(tmp_path / "step-3", Mesh(2))
 
 
 def test_a_rewritten_step_resumes_as_the_first_one_does(tmp_path: Path, step: Path) -> None:

@@ -31,6 +31,7 @@ import torch
 from rewriting import any_bits, assert_same, rewrite, rows_of, stock_tensors, write_boxes
 
 from reshard.convert import offline
+from reshard.convert.prepare import prepare
 from reshard.engine import run as engine
 from reshard.engine.run import Budget
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, ReshardError, StorageError, UnsafePickle, UsageError
@@ -398,7 +399,7 @@ def test_a_step_by_another_number(tmp_path: Path) -> None:
 
 def test_what_another_job_staged_is_thrown_away(tmp_path: Path, source: Path) -> None:
     interrupted(source, tmp_path / "made", 4, at=6)
-    assert left_behind(tmp_path) == [".staging-made-offline"]
+    assert left_behind(tmp_path) == [".offline-made"]
     summary = rewrite(source, tmp_path / "made", 2)
     assert summary.continued_bytes == 0
     assert_same(stock_tensors(tmp_path / "made"), STATE)
@@ -466,14 +467,14 @@ def no_space() -> None:
 
 
 def small_run(source: Path, destination: Path, ranks: int, force: bool = False, **options: Any) -> offline.Summary:
-    """With segments of two pages and blocks of one."""
-    usual = engine.SEGMENT_BYTES
-    engine.SEGMENT_BYTES = 8192
+    """With segments of two pages, each noted when it is written, and blocks of one."""
+    usual = engine.SEGMENT_BYTES, engine.SETTLE_S
+    engine.SEGMENT_BYTES, engine.SETTLE_S = 8192, 0.0
     try:
-        prepared = offline.prepare(source, Mesh(ranks))
+        prepared = prepare(source, Mesh(ranks))
         return offline.run(replace(prepared, budget=Budget(2, 4096)), destination, force=force, **options)
     finally:
-        engine.SEGMENT_BYTES = usual
+        engine.SEGMENT_BYTES, engine.SETTLE_S = usual
 
 
 def in_child(action: Callable[[], Any]) -> int:
@@ -506,7 +507,7 @@ def interrupted(source: Path, destination: Path, ranks: int, at: int, **options:
 def journaled_bytes(folder: Path, name: str) -> int:
     """Bytes of the segments that are noted as done in a staging folder."""
     segments = set()
-    for path in (folder / f".staging-{name}-offline" / "work").glob("journal-*"):
+    for path in (folder / f".offline-{name}" / "work").glob("journal-*"):
         for line in filter(None, path.read_text().splitlines()):
             segments.add(tuple(json.loads(line)["segment"]))
     return sum(end - start for _, start, end in segments)
@@ -598,7 +599,13 @@ def test_a_flipped_bit_is_found_in_what_two_runs_have_read(tmp_path: Path, sourc
     for at in range(25, 80, 6):
         folder = tmp_path / f"work{at}"
         folder.mkdir()
-        interrupted(source, folder / "made", 3, at=at)
+
+        def action(folder: Path = folder, at: int = at) -> None:
+            Faults(folder, at, die)
+            small_run(source, folder / "made", 3)
+
+        # Killed before it is found, or not.
+        assert in_child(action) in (signal.SIGKILL, REFUSED << 8)
         with pytest.raises(CheckpointUnsound, match="CRC-32") as caught:
             small_run(source, folder / "made", 3)
         assert "model.a" in str(caught.value)
@@ -628,8 +635,9 @@ def test_ranks_that_go_on_share_the_rest_alike(tmp_path: Path, source: Path) -> 
 
         return action
 
-    threads = [threading.Thread(target=lambda act=rank(number): statuses.append(in_child(act))) for number in range(3)]
     statuses: list[int] = []
+    acts = [rank(number) for number in range(3)]
+    threads = [threading.Thread(target=lambda act=act: statuses.append(in_child(act))) for act in acts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -644,13 +652,14 @@ def test_staged_files_that_are_lost_are_written_again(tmp_path: Path, source: Pa
     small_run(source, tmp_path / "reference", 3)
     made = tmp_path / "work" / "made"
     made.parent.mkdir()
-    for at in range(60, 1, -3):
+    for at in range(20, 200, 3):
         shutil.rmtree(made.parent)
         made.parent.mkdir()
         interrupted(source, made, 3, at=at)
-        if not made.exists() and journaled_bytes(made.parent, "made") > 20_000:
+        if journaled_bytes(made.parent, "made") > 20_000:
             break
-    files = made.parent / ".staging-made-offline" / "files"
+    assert not made.exists()
+    files = made.parent / ".offline-made" / "files"
     if how == "folder gone":
         shutil.rmtree(files)
     for path in list(files.glob("*.distcp")):
@@ -666,7 +675,7 @@ def test_a_journal_with_a_torn_line(tmp_path: Path, source: Path, torn: bytes) -
     made = tmp_path / "work" / "made"
     made.parent.mkdir()
     interrupted(source, made, 3, at=30)
-    work = made.parent / ".staging-made-offline" / "work"
+    work = made.parent / ".offline-made" / "work"
     with (work / "journal-0.jsonl").open("ab") as file:
         file.write(torn)
     small_run(source, made, 3)

@@ -25,7 +25,7 @@ def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 def test_a_file_of_any_length(tmp_path: Path, length: int, direct: bool) -> None:
     content = random.Random(length).randbytes(length)
     buffer = aligned_buffer(2 * PAGE_BYTES)
-    file = BlockFile(tmp_path / "file", length)
+    file = BlockFile(tmp_path / "file", length, create=True)
     assert file.is_direct <= direct
     positions = list(range(0, length, len(buffer)))
     random.Random(0).shuffle(positions)
@@ -59,7 +59,7 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path: Path, monkeypatch: p
         return real(path, flags, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(blocks.os, "open", refusing)
-    file = BlockFile(tmp_path / "file", 3)
+    file = BlockFile(tmp_path / "file", 3, create=True)
     assert not file.is_direct
     file.write(memoryview(b"abc"), 0)
     file.close()
@@ -69,7 +69,7 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path: Path, monkeypatch: p
 def test_a_limit_on_files_is_named_with_the_place(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE_BYTES, before[1]))
-    file = BlockFile(tmp_path / "file", 1 << 20)
+    file = BlockFile(tmp_path / "file", 1 << 20, create=True)
     try:
         with pytest.raises(
             StorageError, match=r"file: cannot write beyond 8192 of 1048576 bytes: over the limit of 8192"
@@ -95,7 +95,7 @@ def test_writes_that_stop_short_are_gone_on_with(
         monkeypatch.setattr(blocks.os, "pwrite", short)
     path = tmp_path / "file"
     length = 2 * PAGE_BYTES
-    file = BlockFile(path, length)
+    file = BlockFile(path, length, create=True)
     buffer = aligned_buffer(length)
     buffer[:] = content = os.urandom(length)
     file.write(buffer, 0)

@@ -16,6 +16,7 @@ import torch
 from rewriting import any_bits, rows_of, write_boxes
 
 from reshard.convert import offline
+from reshard.convert.prepare import prepare
 from reshard.engine import run as engine
 from reshard.engine.run import Budget, create_files, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
@@ -51,7 +52,7 @@ def write(
     usual = engine.SEGMENT_BYTES
     engine.SEGMENT_BYTES = segment_bytes
     try:
-        prepared = offline.prepare(source, Mesh(ranks), **options)
+        prepared = prepare(source, Mesh(ranks), **options)
         with prepared.checkpoint:
             folder.mkdir()
             create_files(prepared.job, folder)
@@ -137,7 +138,7 @@ def test_progress_adds_up_and_done_is_told_once_the_bytes_are_there(tmp_path: Pa
     engine_usual = engine.SEGMENT_BYTES
     engine.SEGMENT_BYTES = 8192
     try:
-        prepared = offline.prepare(source, Mesh(2))
+        prepared = prepare(source, Mesh(2))
         folder = tmp_path / "made"
         folder.mkdir()
         create_files(prepared.job, folder)
@@ -178,7 +179,7 @@ def test_a_gap_in_the_source_is_read_through_or_around(tmp_path: Path) -> None:
     tensor = any_bits((512, 64), torch.float32)
     boxes = list(rows_of(tensor, 16))[::-1]
     source = write_boxes(tmp_path / "source", {"model.w": (tensor, boxes)}, files=1)
-    prepared = offline.prepare(source, Mesh(2))
+    prepared = prepare(source, Mesh(2))
     summary = offline.run(prepared, tmp_path / "made")
     rewriting.assert_same(rewriting.stock_tensors(tmp_path / "made"), {"model.w": tensor})
     length = (source / "__0_0.distcp").stat().st_size
@@ -197,7 +198,7 @@ def test_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_source_that_shrinks_meanwhile(tmp_path: Path, source: Path) -> None:
     copy = shutil.copytree(source, tmp_path / "copy")
-    prepared = offline.prepare(copy, Mesh(2))
+    prepared = prepare(copy, Mesh(2))
     os.truncate(copy / "__1_0.distcp", 3000)
     with pytest.raises(ReshardError) as caught:
         offline.run(prepared, tmp_path / "made")

@@ -11,9 +11,11 @@ import torch
 from rewriting import any_bits, assert_same, file_bytes, rewrite, rows_of, stock_tensors, write_boxes
 
 from reshard.convert import offline
+from reshard.convert.prepare import prepare
 from reshard.engine import bands, run, segment
 from reshard.engine.blocks import PAGE_BYTES
 from reshard.engine.run import Budget
+from reshard.geometry.mesh import Mesh
 from reshard.verify.check import check
 
 COLUMNS = [((0, 0), (600, 3)), ((0, 3), (600, 1)), ((0, 4), (600, 5))]
@@ -67,7 +69,6 @@ def test_where_files_are_cut_does_not_show(
     monkeypatch.setattr(Budget, "of", classmethod(lambda cls, *_: cls(3, pages[1] * PAGE_BYTES)))
     monkeypatch.setattr(bands, "BAND_BYTES", 700)
     monkeypatch.setattr(segment, "_COMBINED_BYTES", 100)
-    monkeypatch.setattr(segment, "_LEAST_NOTED_BYTES", 8)
     rewrite(source, tmp_path / "out", ranks, dtype=dtype)
     found = file_bytes(tmp_path / "out")
     assert found.keys() == expected[ranks, dtype].keys()
@@ -86,9 +87,10 @@ def test_segments_in_any_order_by_several_processes_to_be(
     outcomes = []
     order = random.Random(0)
     for part in range(4):
-        prepared = offline.prepare(source, offline.Mesh(5))
+        prepared = prepare(source, Mesh(5))
         with prepared.checkpoint:
             segments = run.segments_of(prepared.job)
+            run.create_files(prepared.job, tmp_path)
             mine = segments[part::4]
             order.shuffle(mine)
             run.write_segments(
@@ -99,7 +101,7 @@ def test_segments_in_any_order_by_several_processes_to_be(
                 lambda done: outcomes.extend(outcome for _, outcome in done),
             )
     order.shuffle(outcomes)
-    prepared = offline.prepare(source, offline.Mesh(5))
+    prepared = prepare(source, Mesh(5))
     with prepared.checkpoint:
         run.finish(prepared.job, tmp_path, outcomes)
     for name, content in expected[5, None].items():
@@ -110,7 +112,7 @@ def test_segments_in_any_order_by_several_processes_to_be(
 def test_a_segment_stops_where_another_failed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SEGMENT_BYTES", PAGE_BYTES)
     monkeypatch.setattr(run, "SETTLE_S", 0)
-    prepared = offline.prepare(source, offline.Mesh(2))
+    prepared = prepare(source, Mesh(2))
     done: list[object] = []
 
     def fail(written: Sequence[object]) -> None:
@@ -118,6 +120,7 @@ def test_a_segment_stops_where_another_failed(source: Path, tmp_path: Path, monk
         if len(done) >= 3:
             raise RuntimeError("the third")
 
+    run.create_files(prepared.job, tmp_path)
     with prepared.checkpoint, pytest.raises(RuntimeError, match="the third"):
         run.write_segments(prepared.job, tmp_path, run.segments_of(prepared.job), Budget(2, PAGE_BYTES), fail)
     assert 3 <= len(done) < len(run.segments_of(prepared.job)) // 2

@@ -1,0 +1,125 @@
+"""Opens a checkpoint and plans its rewrite for other ranks, down to the last byte; writes nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.convert.manifest_for import manifest_for
+from reshard.convert.selection import Selection, select, stored_whole
+from reshard.engine.run import Budget
+from reshard.engine.spans import Job
+from reshard.errors import CheckpointUnsound
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp_metadata_writer import metadata_bytes
+from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
+from reshard.formats.file_lengths import file_faults
+from reshard.formats.manifest import Manifest
+from reshard.formats.opening import open_checkpoint
+from reshard.geometry.mesh import Mesh
+from reshard.index.dtypes import ITEM_BYTES
+from reshard.plan import make_plan, sharded_layout
+
+DEFAULT_MEMORY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rewrite that is planned down to the last byte, with nothing written yet.
+
+    Attributes:
+        checkpoint: the source.
+        mesh: the ranks to write for.
+        selection: what is carried over.
+        job: the copies.
+        files: what will be there.
+        manifest: the rewritten manifest, or None where the source has none.
+        metadata: the content of ``.metadata``.
+        budget: threads and blocks.
+        started_s: the monotonic clock when it was opened.
+    """
+
+    checkpoint: Checkpoint
+    mesh: Mesh
+    selection: Selection
+    job: Job
+    files: DcpFiles
+    manifest: Manifest | None
+    metadata: bytes
+    budget: Budget
+    started_s: float
+
+    @property
+    def written_bytes(self) -> int:
+        """What will be written."""
+        return self.files.output.total_bytes + len(self.metadata)
+
+    @property
+    def source_bytes(self) -> int:
+        """What has to be read: the elements of all pieces, and the objects."""
+        index = self.checkpoint.index
+        widths = np.array([ITEM_BYTES.get(dtype, 1) for dtype in index.dtypes], dtype=np.int64)
+        elements = int((self.job.layout.elements * widths[self.job.layout.tensor]).sum())
+        return elements + sum(place.length_bytes for place in self.selection.objects.values())
+
+
+def prepare(
+    source: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    only: str | None = None,
+    dtype: str | None = None,
+    drop: Iterable[str] = (),
+    also: Sequence[str | os.PathLike[str]] = (),
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    processes: int = 1,
+) -> Prepared:
+    """Opens and plans; writes nothing. Close ``checkpoint`` of the result, if it is not given to `run`.
+
+    Raises:
+        ReshardError: the source is not there or unsound, or the options do not fit it.
+    """
+    started_s = time.monotonic()
+    checkpoint = open_checkpoint(source, also)
+    try:
+        index = checkpoint.index
+        selection = select(checkpoint, only, dtype, drop)
+        tensors = selection.tensors
+        widths = np.array([ITEM_BYTES[selection.dtypes[number]] for number in tensors.tolist()], dtype=np.int64)
+        layout = sharded_layout(index, tensors, stored_whole(checkpoint, tensors), mesh, widths)
+        plan = make_plan(index, layout)
+        files = lay_out_dcp(index, layout, selection.dtypes, selection.objects)
+        require_files(checkpoint)
+        found = checkpoint.require_manifest()
+        keys = {*files.index.names, *files.objects}
+        rewritten = None if found is None else manifest_for(found, mesh, keys, only)
+        return Prepared(
+            checkpoint=checkpoint,
+            mesh=mesh,
+            selection=selection,
+            job=Job(checkpoint, layout, plan, files.output),
+            files=files,
+            manifest=rewritten,
+            metadata=metadata_bytes(files.index, files.objects, checkpoint.paths),
+            budget=Budget.of(memory_bytes, processes),
+            started_s=started_s,
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def require_files(checkpoint: Checkpoint) -> None:
+    """Passes where every file of the source is there and as long as the index says.
+
+    Raises:
+        CheckpointUnsound: some are not; each is named.
+    """
+    faults = list(map(str, file_faults(checkpoint.index, checkpoint.files.paths)))
+    if faults:
+        hint = "copy it anew; files of other nodes that stayed on their disks: name the folders with --in"
+        raise CheckpointUnsound(faults[0], hint=hint, details=faults[1:])
