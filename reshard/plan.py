@@ -11,6 +11,7 @@ The proof that every element of every wanted box comes from exactly one place: t
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -127,21 +128,29 @@ def _without_rows(shapes: Int) -> Int:
 
 def _balanced(shard: Int, whole: NDArray[np.bool_], length_bytes: Int, mesh: Mesh) -> Int:
     """The rank that writes each part: its shard's, in the replica, or for a whole tensor the rank, with the least."""
-    load = np.zeros(mesh.ranks, dtype=np.int64)
+    load = np.zeros((mesh.replicate, mesh.shard), dtype=np.int64)
     rank: Int = shard.copy()
     sharded = np.flatnonzero(~whole)
     if mesh.replicate == 1:
-        load += np.bincount(shard[sharded], length_bytes[sharded], minlength=mesh.ranks).astype(np.int64)
+        load[0] = np.bincount(shard[sharded], length_bytes[sharded], minlength=mesh.shard).astype(np.int64)
     else:
-        for part in sharded[np.argsort(-length_bytes[sharded], kind="stable")].tolist():
-            owners = np.arange(shard[part], mesh.ranks, mesh.shard)
-            rank[part] = owners[np.argmin(load[owners])]
-            load[rank[part]] += length_bytes[part]
+        # All shards at once, each its largest part first, then its second largest, and so on.
+        sharded = sharded[np.lexsort((-length_bytes[sharded], shard[sharded]))]
+        first = np.searchsorted(shard[sharded], np.arange(mesh.shard + 1))
+        counts = np.diff(first)
+        for turn in range(int(counts.max(initial=0))):
+            shards = np.flatnonzero(counts > turn)
+            parts = sharded[first[shards] + turn]
+            replica = np.argmin(load[:, shards], axis=0)
+            rank[parts] = replica * mesh.shard + shards
+            load[replica, shards] += length_bytes[parts]
     large = np.flatnonzero(whole)
+    least = list(zip(load.ravel().tolist(), range(mesh.ranks), strict=True))
+    heapq.heapify(least)
     for part in large[np.argsort(-length_bytes[large], kind="stable")].tolist():
-        rank[part] = np.argmin(load)
+        bytes_so_far, rank[part] = least[0]
         # A tiny tensor costs its archive; without that all counters would gather on one rank.
-        load[rank[part]] += length_bytes[part] + 1024
+        heapq.heapreplace(least, (bytes_so_far + int(length_bytes[part]) + 1024, least[0][1]))
     return rank
 
 
@@ -171,7 +180,9 @@ def _prove_tiling(index: Index, tensors: Int) -> None:
 
 def _pieces(index: Index, layout: Layout) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """Pairs of chunk and wanted box that share elements, sorted by wanted box and place in it."""
-    base = np.concatenate([[0], np.cumsum(index.padded_shapes[:, 0] + 1)])
+    # A tensor without elements may have any number of rows, and nothing is looked up in them.
+    rows = np.where((index.padded_shapes > 0).all(axis=1), index.padded_shapes[:, 0], 0)
+    base = np.concatenate([[0], np.cumsum(rows + 1)])
     # Only the tensors that are wanted are proven to be sound: a chunk that sticks out of another reaches into these.
     is_wanted = np.zeros(len(index.names), dtype=bool)
     is_wanted[layout.tensor] = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -37,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after `reshard`; those of the process by default.
     """
     try:
+        _accept_any_text()
         code = _run(argv)
         # Flushed here, a reader that went away is noticed while it can still be handled.
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         _discard_output()
@@ -115,6 +118,13 @@ def _report_bug(error: BaseException, *, with_traceback: bool) -> None:
         traceback.print_exception(error)
     hint = "please report it" if with_traceback else "run again with --debug for the traceback"
     print_error(f"a bug in reshard: {type(error).__name__}: {error}; {hint}")
+
+
+def _accept_any_text() -> None:
+    """A name that a terminal cannot show must not end a verb that has done its work."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:

@@ -84,6 +84,8 @@ def _run(args: argparse.Namespace) -> int:
         print_warning(
             f"kept as they are, for they belong to single ranks: {some(names)} (--drop PREFIX leaves them out)"
         )
+    if rank == 0 and prepared.left_behind:
+        print_warning(f"left behind, for they are no part of it: {some(prepared.left_behind)}")
     if rank == 0 and prepared.checkpoint.values:
         print_warning(f"not tensors, and left out: {some(sorted(prepared.checkpoint.values))}")
     shown_bytes = prepared.files.output.total_bytes // ranks
@@ -125,6 +127,8 @@ def _plan_fields(prepared: Prepared) -> dict[str, object]:
         "objects": len(prepared.selection.objects),
         "objects_of_one_rank": prepared.selection.of_one_rank,
         "dropped": prepared.selection.dropped,
+        "files_beside": [path.name for path in prepared.beside],
+        "left_behind": prepared.left_behind,
         "files": dict(zip(output.names, output.length_bytes.tolist(), strict=True)),
         "pieces": len(prepared.job.plan.source),
         "bytes_to_read": prepared.source_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 
@@ -10,8 +11,8 @@ from reshard.errors import UsageError
 
 
 def print_json(fields: Mapping[str, object]) -> None:
-    """One JSON object to stdout; numbers that are not finite as Python's `json` writes them."""
-    _write(json.dumps(fields, indent=2))
+    """One JSON object to stdout; numbers that are not finite, which JSON does not have, as strings: ``"inf"``."""
+    _write(json.dumps(_finite(fields), indent=2, allow_nan=False))
 
 
 def print_text(text: str) -> None:
@@ -21,6 +22,16 @@ def print_text(text: str) -> None:
         UsageError: it cannot be written there.
     """
     _write(text)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _write(text: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def byte_progress(total_bytes: int, label: str) -> Iterator[Callable[[int], None] | None]:
     """Gives a function to call with every count of bytes done; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

@@ -111,6 +111,9 @@ def run(
             _require_all(segments, outcomes, work.root)
             crcs = finish(prepared.job, work.folder, outcomes.values())
             _verify_objects(prepared)
+            for path in prepared.beside:
+                with storage_errors("copy", path):
+                    shutil.copyfile(path, work.folder / path.name)
             write_atomic(work.folder / dcp_metadata.FILE_NAME, prepared.metadata)
             if prepared.manifest is not None:
                 marked = replace(prepared.manifest, files=_fingerprints(prepared, crcs))
@@ -141,6 +144,8 @@ def check_destination(prepared: Prepared, destination: Path, *, force: bool) -> 
         raise UsageError("the destination overlaps the source", path=destination, hint="write beside it")
     if os.path.lexists(destination) and not force:
         raise UsageError("exists already", path=destination, hint="choose another name, or replace it with --force")
+    if force and os.path.lexists(destination) and not _may_be_replaced(destination):
+        raise UsageError("there is something else than a checkpoint", path=destination, hint="move it away first")
     named = step_number(destination.name)
     if prepared.manifest is not None and named is not None and named != prepared.manifest.step:
         raise UsageError(
@@ -150,6 +155,16 @@ def check_destination(prepared: Prepared, destination: Path, *, force: bool) -> 
             found=destination.name,
             hint="name it so, or not as a step at all",
         )
+
+
+def _may_be_replaced(destination: Path) -> bool:
+    """Whether it is a checkpoint, damaged or not, or an empty folder: a slip must not cost anything else."""
+    with storage_errors("list the folder", destination):
+        if not destination.is_dir():
+            return False
+        names = {path.name for path in destination.iterdir()}
+    known = {dcp_metadata.FILE_NAME, manifest.FILE_NAME}
+    return not names or bool(names & known) or any(name.endswith(".distcp") for name in names)
 
 
 def _job_name(prepared: Prepared) -> str:

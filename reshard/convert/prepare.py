@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from reshard.engine.run import Budget
 from reshard.engine.spans import Job
 from reshard.errors import CheckpointUnsound
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp import NAME as DCP
 from reshard.formats.dcp_metadata_writer import metadata_bytes
 from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
 from reshard.formats.file_lengths import file_faults
@@ -23,6 +25,7 @@ from reshard.formats.opening import open_checkpoint
 from reshard.geometry.mesh import Mesh
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.plan import make_plan, sharded_layout
+from reshard.storage.durable import storage_errors, temporary_target
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 
@@ -39,6 +42,8 @@ class Prepared:
         files: what will be there.
         manifest: the rewritten manifest, or None where the source has none.
         metadata: the content of ``.metadata``.
+        beside: other files in the source's folder, which are carried over.
+        left_behind: what lies there and is not.
         budget: threads and blocks.
         started_s: the monotonic clock when it was opened.
     """
@@ -50,13 +55,15 @@ class Prepared:
     files: DcpFiles
     manifest: Manifest | None
     metadata: bytes
+    beside: list[Path]
+    left_behind: list[str]
     budget: Budget
     started_s: float
 
     @property
     def written_bytes(self) -> int:
         """What will be written."""
-        return self.files.output.total_bytes + len(self.metadata)
+        return self.files.output.total_bytes + len(self.metadata) + sum(path.stat().st_size for path in self.beside)
 
     @property
     def source_bytes(self) -> int:
@@ -84,10 +91,12 @@ def prepare(
         ReshardError: the source is not there or unsound, or the options do not fit it.
     """
     started_s = time.monotonic()
+    drop = list(drop)
     checkpoint = open_checkpoint(source, also)
     try:
         index = checkpoint.index
-        selection = select(checkpoint, only, dtype, drop)
+        beside, left_behind = _beside(checkpoint, only, drop)
+        selection = select(checkpoint, only, dtype, drop, [*(path.name for path in beside), *left_behind])
         tensors = selection.tensors
         widths = np.array([ITEM_BYTES[selection.dtypes[number]] for number in tensors.tolist()], dtype=np.int64)
         layout = sharded_layout(index, tensors, stored_whole(checkpoint, tensors), mesh, widths)
@@ -105,12 +114,31 @@ def prepare(
             files=files,
             manifest=rewritten,
             metadata=metadata_bytes(files.index, files.objects, checkpoint.paths),
+            beside=beside,
+            left_behind=left_behind,
             budget=Budget.of(memory_bytes, processes),
             started_s=started_s,
         )
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _beside(checkpoint: Checkpoint, only: str | None, drop: Iterable[str]) -> tuple[list[Path], list[str]]:
+    """Files that other tools keep in a DCP folder (a ``meta.pt``, a tokenizer), and what is there and left behind."""
+    if checkpoint.format != DCP or not checkpoint.path.is_dir():
+        return [], []
+    known = {*checkpoint.index.files, *checkpoint.metadata_files}
+    carried, left = [], []
+    with storage_errors("list the folder", checkpoint.path):
+        for path in sorted(checkpoint.path.iterdir()):
+            if path.name in known or path.suffix == ".distcp" or temporary_target(path.name) is not None:
+                continue
+            if only is None and path.is_file() and not path.name.startswith(tuple(drop)):
+                carried.append(path)
+            else:
+                left.append(path.name)
+    return carried, left
 
 
 def require_files(checkpoint: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.index.dtypes import CASTABLE, SHORT_NAMES, item_bytes
 from reshard.index.index import Int, Place
-from reshard.index.kinds import COUNTERS, OTHERS, WEIGHTS, is_of_model, is_of_one_rank, kind_of
+from reshard.index.kinds import COUNTERS, OTHERS, WEIGHTS, is_of_model, is_of_one_rank, kinds_of
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,19 @@ class Selection:
     dropped: list[str]
 
 
-def select(checkpoint: Checkpoint, only: str | None, dtype: str | None, drop: Iterable[str]) -> Selection:
-    """Applies ``--only``, ``--dtype`` and ``--drop``.
+def select(
+    checkpoint: Checkpoint, only: str | None, dtype: str | None, drop: Iterable[str], beside: Iterable[str] = ()
+) -> Selection:
+    """Applies ``--only``, ``--dtype`` and ``--drop``, which may also name files beside the tensors.
 
     Raises:
         UsageError: nothing of that name, an unknown dtype, or nothing is left.
         CheckpointUnsound: a tensor has quantised or packed elements.
     """
     index = checkpoint.index
-    kinds = [kind_of(name, shape) for name, shape in zip(index.names, index.shapes, strict=True)]
+    kinds = kinds_of(index.names, index.shapes)
     prefixes = tuple(drop)
-    keys = [*index.names, *index.objects]
+    keys = [*index.names, *index.objects, *beside]
     for prefix in prefixes:
         if not any(key.startswith(prefix) for key in keys):
             raise UsageError("nothing to drop begins so", key=f"--drop {prefix}", hint="`reshard inspect --tree` lists")
@@ -80,9 +82,7 @@ def stored_whole(checkpoint: Checkpoint, tensors: Int) -> NDArray[np.bool_]:
     counts = np.diff(index.first)
     single = counts == 1
     if not (counts > 1).any():
-        single &= np.array(
-            [kind_of(name, shape) in (COUNTERS, OTHERS) for name, shape in zip(index.names, index.shapes, strict=True)]
-        )
+        single &= np.array([kind in (COUNTERS, OTHERS) for kind in kinds_of(index.names, index.shapes)])
     chosen: NDArray[np.bool_] = single[tensors]
     return chosen
 

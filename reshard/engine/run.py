@@ -30,6 +30,8 @@ SEGMENT_BYTES = 64 << 20
 BLOCK_BYTES = 8 << 20
 # What a crash can cost: a resumed run writes again what was written since.
 SETTLE_S = 3.0
+# Each keeps its file open.
+_MOST_UNSETTLED = 16
 LEAST_MEMORY_BYTES = 4 << 20
 # What a thread needs beside its block: a band and its rearranged copy.
 _SCRATCH_BYTES = 4 << 20
@@ -151,7 +153,8 @@ class _Written:
         """Takes over a segment, and its file until it is flushed: an error of a write may be told only then."""
         with self._lock:
             self._segments.append((segment, outcome, target))
-            is_due = time.monotonic() - self._settled_s >= SETTLE_S
+            is_late = time.monotonic() - self._settled_s >= SETTLE_S
+            is_due = is_late or len(self._segments) >= _MOST_UNSETTLED
             if is_due:
                 self._settled_s = time.monotonic()
         if is_due:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -193,42 +194,84 @@ def read_strided(
 ) -> NDArray[np.generic]:
     """A box of elements that lie in a file at the given strides (in elements), in row-major order.
 
-    Stretches that lie together are read at once, in file order, and nothing between them.
+    Stretches that lie together are read at once, in file order. Where they are short and the gaps between them are no
+    longer than a cache line, the gaps are read as well, in blocks; longer gaps never are. An element that stands in
+    many places, for its strides are 0, is read once.
 
     Args:
         start: byte of the element at the origin.
         box: counted from the origin.
-        observe: told of each stretch: byte of the file, content.
+        observe: told of each stretch or block that is read, gaps included: byte of the file, content. In file order,
+            and of what strides that overlap make it read twice, only the first time.
     """
     width = dtype.itemsize
     if not box.elements:
         return np.empty(box.sizes, dtype=dtype)
-    # Dims in memory order, those of one element left out; then the trailing ones that are dense are one stretch.
-    dims = sorted((dim for dim, size in enumerate(box.sizes) if size > 1), key=lambda dim: -strides[dim])
-    stretch = 1
-    outer = list(dims)
-    while outer and strides[outer[-1]] == stretch:
-        stretch *= box.sizes[outer.pop()]
     begin = start + width * sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    starts = np.zeros(1, dtype=np.int64)
-    for dim in outer:
-        starts = (starts[:, None] + np.arange(box.sizes[dim], dtype=np.int64) * strides[dim]).ravel()
-    content = np.empty(len(starts) * stretch, dtype=dtype)
-    view = content.view(np.uint8).data
-    step = stretch * width
-    for number, offset in enumerate(starts.tolist()):
-        stretch_bytes = view[number * step : (number + 1) * step]
-        files.read_into(file, begin + offset * width, [stretch_bytes])
-        if observe is not None:
-            observe(begin + offset * width, stretch_bytes)
-    # The stretches are the last dims in memory order; back to the order of the tensor.
-    in_memory = content.reshape([box.sizes[dim] for dim in dims])
-    back = [dims.index(dim) for dim in sorted(dims)]
-    return np.ascontiguousarray(in_memory.transpose(back)).reshape(box.sizes)
+    # Dims in memory order, without those that do not lead on to other bytes.
+    dims = sorted((dim for dim, size in enumerate(box.sizes) if size > 1 and strides[dim]), key=lambda d: -strides[d])
+    content = np.empty([box.sizes[dim] for dim in dims], dtype=dtype)
+    told = begin
+
+    def read_into(at: int, view: memoryview) -> None:
+        nonlocal told
+        files.read_into(file, at, [view])
+        if observe is not None and told < at + len(view):
+            observe(max(at, told), view[max(0, told - at) :])
+            told = at + len(view)
+
+    _gather(content, begin, [strides[dim] for dim in dims], read_into)
+    # Back to the order of the tensor.
+    ordered = content.transpose([dims.index(dim) for dim in sorted(dims)])
+    kept = [size if dim in dims else 1 for dim, size in enumerate(box.sizes)]
+    # Of 0 dims, numpy makes 1.
+    return np.ascontiguousarray(np.broadcast_to(ordered.reshape(kept), box.sizes)).reshape(box.sizes)
 
 
-def chunks_of(checkpoint: Checkpoint, name: str) -> Iterator[tuple[int, Box]]:
-    """Row and box of each chunk of a tensor."""
-    number = checkpoint.index.number[name]
-    for row in range(int(checkpoint.index.first[number]), int(checkpoint.index.first[number + 1])):
-        yield row, checkpoint.index.box(row)
+def _gather(
+    content: NDArray[np.generic], begin: int, strides: Sequence[int], read_into: Callable[[int, memoryview], None]
+) -> None:
+    """Fills an array with the elements at descending strides from byte ``begin`` on, in as few reads as make sense."""
+    width = content.itemsize
+    # Each read has all of the dims from `level` on, which `reach` over so many elements, and some positions of the dim
+    # before it, one after the other. Where what it reads is what it fills, it is read into place.
+    level, together, reach, is_dense = content.ndim, 1, 1, True
+    while level:
+        size, stride = content.shape[level - 1], strides[level - 1]
+        joined = reach + (size - 1) * stride
+        gap_bytes = (stride - reach) * width
+        if not (is_dense and gap_bytes == 0):
+            if gap_bytes > _GAP_BYTES or (is_dense and gap_bytes > 0 and reach * width >= _LONG_BYTES):
+                break
+            if joined * width > _BLOCK_BYTES:
+                together = max(1, 1 + (_BLOCK_BYTES // width - reach) // stride)
+                is_dense = is_dense and together == 1
+                break
+            is_dense = False
+        level, reach = level - 1, joined
+    outer = (1, *content.shape[:level])
+    steps = (0, *strides[:level])
+    inside = content.reshape(-1, outer[-1], *content.shape[level:])
+    block = np.empty((together - 1) * steps[-1] + reach, dtype=content.dtype) if not is_dense else None
+    grid = (*outer[:-1], -(-outer[-1] // together))
+    reads = math.prod(grid)
+    for low in range(0, reads, _PLANNED_READS):
+        places = np.unravel_index(np.arange(low, min(low + _PLANNED_READS, reads)), grid)
+        starts = sum(place * step for place, step in zip(places, (*steps[:-1], steps[-1] * together), strict=True))
+        for number, first in enumerate(starts.tolist(), low):
+            row, position = divmod(number, grid[-1])
+            part = inside[row, position * together : (position + 1) * together]
+            if block is None:
+                read_into(begin + first * width, part.reshape(-1).view(np.uint8).data)
+                continue
+            span = block[: (len(part) - 1) * steps[-1] + reach]
+            read_into(begin + first * width, span.view(np.uint8).data)
+            byte_strides = [stride * width for stride in (steps[-1], *strides[level:])]
+            part[...] = np.lib.stride_tricks.as_strided(span, part.shape, byte_strides, writeable=False)
+
+
+# A gap within a cache line is read as well: a call for each element would take a thousand times as long.
+_GAP_BYTES = 64
+_LONG_BYTES = 4096
+_BLOCK_BYTES = 1 << 20
+_PLANNED_READS = 1 << 12

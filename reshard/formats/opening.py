@@ -19,6 +19,7 @@ from reshard.formats import dcp_metadata, dcp_ranks, manifest, safetensors_file,
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp import open_dcp
 from reshard.formats.unpickle import missing_data
+from reshard.index.kinds import is_of_one_rank
 from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps, uncommitted
 
@@ -67,6 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLi
 
 
 _DCP = "dcp"
+_PER_RANK = "per-rank files of other frameworks are not read yet: load them on the ranks that wrote them, and dcp.save"
 
 
 def _identify(path: Path) -> _Found:
@@ -86,6 +88,8 @@ def _identify(path: Path) -> _Found:
         raise CheckpointNotFound("neither a file nor a folder", path=path, hint=_KNOWN)
     head = _head(path)
     if (format := _format(path.name, head)) is not None:
+        if format == torch_file.NAME and is_of_one_rank(path.name):
+            raise CheckpointNotFound("one rank's part of a checkpoint, not a whole one", path=path, hint=_PER_RANK)
         return _Found(format, path)
     if (reason := missing_data(head)) is not None:
         raise CheckpointUnsound(reason, path=path)
@@ -119,6 +123,9 @@ def _only_file(folder: Path, names: Sequence[str]) -> _Found:
         return found[0]
     if found and {candidate.format for candidate in found} == {safetensors_file.NAME}:
         return _Found(safetensors_file.NAME, folder)
+    if found and all(is_of_one_rank(candidate.path.name) for candidate in found):
+        parts = _listed([candidate.path.name for candidate in found])
+        raise CheckpointNotFound("the parts of single ranks", path=folder, found=parts, hint=_PER_RANK)
     if found:
         candidates = [f"{candidate.path.name} ({candidate.format})" for candidate in found]
         raise UsageError("several checkpoints", path=folder, found=_listed(candidates), hint="name one of them")

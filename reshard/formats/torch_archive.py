@@ -287,8 +287,8 @@ def _end(read: Reader, length_bytes: int) -> tuple[int, int, int]:
     fields = _END_FIELDS.unpack(tail[-_END_FIELDS.size :])
     if fields[0] != _END:
         raise _Fault("does not end as a zip file does")
-    _, disk, _, count_here, count, directory_bytes, directory_start, comment_bytes = fields
-    if comment_bytes or disk not in (0, 0xFFFF):
+    _, disk, directory_disk, count_here, count, directory_bytes, directory_start, comment_bytes = fields
+    if comment_bytes or disk not in (0, 0xFFFF) or directory_disk != disk:
         raise _Fault("a comment, or several disks")
     locator = tail[: -_END_FIELDS.size][-20:]
     if len(locator) == 20 and locator[:4] == _LOCATOR64:

@@ -7,6 +7,11 @@ imported; a name that the table does not have stops the reading before anything 
 A damaged pickle can do harm without a foreign name as well: one flipped bit makes a LONG_BINPUT with an index of
 two thousand million, for which the C unpickler fills 32 GiB of memory. So the instructions are walked once before
 they run: every length must lie within the file, every memo index must be one that the file could have reached.
+
+And a tuple of two times the same tuple, of two times the same tuple, and so on, takes three bytes a level; as a key of
+a dict it is hashed, which takes twice as long with each level. So where a tuple is built, the walk puts in a call that
+weighs it, before it can become a key. Tuples of plain numbers, as the millions of sizes in a large checkpoint are, need
+none.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ import os
 import pickle
 import pickletools
 import re
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO, NoReturn
 
 from reshard.errors import CheckpointUnsound, ReshardError, StorageError, UnsafePickle
@@ -68,8 +74,8 @@ def read(
     try:
         data = _take(file, path)
         # Outside frames the unpickler asks for a byte at a time, unless the file lets it peek.
-        reader = io.BufferedReader(io.BytesIO(data))
-        return _Unpickler(reader, allowed, path, persistent).load()
+        reader = io.BufferedReader(io.BytesIO(data), _PEEKED_BYTES)
+        return _Unpickler(reader, allowed, path, persistent, len(data) + _MOST_REPEATED).load()
     except ReshardError:
         raise
     except OSError as error:
@@ -96,11 +102,15 @@ class _Unpickler(pickle.Unpickler):
         allowed: Mapping[tuple[str, str], Any],
         path: str | os.PathLike[str],
         persistent: Callable[[Any], Any] | None,
+        most_weight: int,
     ) -> None:
         super().__init__(file)
         self._allowed = allowed
         self._path = path
         self._persistent = persistent
+        self._most_weight = most_weight
+        # By identity, of what is not light; the value beside it keeps the identity from being given to another.
+        self._weights: dict[int, tuple[int, object]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
@@ -113,9 +123,36 @@ class _Unpickler(pickle.Unpickler):
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:
+        # What the walk put in comes as (value, None), what the pickle has itself as (pid,), or in protocol 0 as text.
+        if type(pid) is tuple:
+            if len(pid) == 2:
+                self._weight(pid[0])
+                return pid[0]
+            (pid,) = pid
         if self._persistent is None:
-            raise CheckpointUnsound("the pickle refers to data outside itself", path=self._path, found=repr(pid)[:100])
+            found = reprlib.repr(pid)[:100]
+            raise CheckpointUnsound("the pickle refers to data outside itself", path=self._path, found=found)
         return self._persistent(pid)
+
+    def _weight(self, value: object) -> int:
+        """How many values are hashed for ``value``: what it holds counts as often as it is in it."""
+        parts: Collection[object]
+        if isinstance(value, (tuple, frozenset)):
+            parts = value
+        elif type(value) is slice:
+            parts = (value.start, value.stop, value.step)
+        else:
+            return 1
+        if (known := self._weights.get(id(value))) is not None:
+            return known[0]
+        weight = 1 + sum(map(self._weight, parts))
+        if weight > self._most_weight:
+            raise pickle.UnpicklingError(
+                f"a {type(value).__name__} that holds the same values more than {weight} times"
+            )
+        if weight > _LIGHT:
+            self._weights[id(value)] = weight, value
+        return weight
 
 
 class _Source:
@@ -142,22 +179,42 @@ class _Source:
 
 
 def _take(file: BinaryIO, path: str | os.PathLike[str]) -> bytes:
-    """The bytes of the pickle at the file's position, walked to its STOP; the file is left behind them."""
+    """The pickle at the file's position, walked to its STOP, with weighing put in; the file is left behind it."""
     source = _Source(file)
     source.data += file.read(_BLOCK_BYTES)
     if (reason := missing_data(bytes(source.data[: len(_LFS_HEAD)]))) is not None:
         raise CheckpointUnsound(reason, path=path)
+    edits: list[tuple[int, int, bytes]] = []
     position = 0
     while True:
         source.need(position + 1)
         simple = _SIMPLE.match(source.data, position)
         position = simple.end() if simple else position
         source.need(position + 1)
-        if source.data[position] == _STOP:
+        code = source.data[position]
+        if code == _STOP:
             break
-        position = _step(source, position)
+        end = _step(source, position)
+        if code in _BUILDS:
+            edits.append((end, end, _WEIGH))
+        elif code == _BINPERSID:
+            edits.append((position, end, _PERSISTENT))
+        elif code == _FRAME:
+            # Its length would be wrong now.
+            edits.append((position, end, b""))
+        position = end
     file.seek(position + 1 - len(source.data), os.SEEK_CUR)
-    return bytes(source.data[: position + 1])
+    return _edited(source.data, position + 1, edits)
+
+
+def _edited(data: bytearray, length: int, edits: list[tuple[int, int, bytes]]) -> bytes:
+    pieces: list[bytes | memoryview] = []
+    done = 0
+    with memoryview(data) as view:
+        for start, end, replacement in edits:
+            pieces += view[done:start], replacement
+            done = end
+        return b"".join([*pieces, view[done:length]])
 
 
 def _step(source: _Source, position: int) -> int:
@@ -193,7 +250,19 @@ def _check_memo(index: int, position: int) -> None:
 
 # The copyreg extensions of this process are no part of any checkpoint, and bypass find_class once they are cached.
 _OPCODES = {ord(op.code): op for op in pickletools.opcodes if not op.name.startswith("EXT")}
-_STOP, _PUT, _LONG_BINPUT, _FRAME = b".pr\x95"
+_STOP, _PUT, _LONG_BINPUT, _FRAME, _BINPERSID = b".pr\x95Q"
+
+# Whatever may leave a tuple, a frozenset or a slice on the stack that was not there before.
+_BUILDS = frozenset(pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.FROZENSET) | frozenset(
+    pickle.REDUCE + pickle.NEWOBJ + pickle.NEWOBJ_EX + pickle.OBJ + pickle.INST
+)
+# A persistent id is the one way to call back with a value from the stack; a tuple tells the walk's from the pickle's.
+_WEIGH = pickle.NONE + pickle.TUPLE2 + pickle.BINPERSID
+_PERSISTENT = pickle.TUPLE1 + pickle.BINPERSID
+# Keys that refer to what the file has once are fine in moderation. A light value is weighed anew wherever it is.
+_MOST_REPEATED = 1 << 17
+_LIGHT = 64
+_PEEKED_BYTES = 1 << 17
 
 _PREFIX_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -217,15 +286,24 @@ for _code, _op in _OPCODES.items():
 
 
 def _simple_instructions() -> re.Pattern[bytes]:
-    """Runs of instructions of fixed length, so that only strings cost a step of Python each."""
+    """Runs of instructions of fixed length, so that only strings cost a step of Python each.
+
+    Of those that build something, only tuples of numbers are among them, and calls with nothing or with such a tuple.
+    """
     by_length: dict[int, bytes] = {}
     for code, length_bytes in _FIXED_BYTES.items():
-        if code != _LONG_BINPUT:
+        if code not in (_LONG_BINPUT, _BINPERSID, *_BUILDS, *b"()KMJ"):
             by_length[length_bytes] = by_length.get(length_bytes, b"") + re.escape(bytes([code]))
-    kinds = [b"[%s]+" % by_length.pop(0)]
-    kinds += [b"[%s].{%d}" % (codes, length_bytes) for length_bytes, codes in sorted(by_length.items())]
     # An index below 65536 costs at most a MiB of memo: no need to look at it one by one.
-    kinds.append(b"r..\x00\x00")
+    put = rb"(?:\x94|q.|r..\x00\x00)?"
+    number = rb"(?:K.|M..|J....)"
+    call = rb"(?:%s\x85%sR)?" % (put, put)
+    kinds = [b"[%s]+" % by_length.pop(0)]
+    kinds.append(rb"%s(?:(?:\x85|%s(?:\x86|%s\x87))%s)?" % (number, number, number, call))
+    kinds.append(rb"\((?:%s+t%s)?" % (number, call))
+    kinds.append(rb"\)[R\x81]?")
+    kinds += [b"[%s].{%d}" % (codes, length_bytes) for length_bytes, codes in sorted(by_length.items())]
+    kinds.append(rb"r..\x00\x00")
     return re.compile(b"(?:%s){1,1000}" % b"|".join(kinds), re.DOTALL)
 
 

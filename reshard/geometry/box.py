@@ -32,8 +32,7 @@ class Box(NamedTuple):
         if isinstance(part, Box):
             box = part
         else:
-            slices = (part,) if isinstance(part, slice) else tuple(part)
-            box = _of_slices(shape, slices)
+            box = _of_slices(shape, (part,) if isinstance(part, slice) else part)
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             offset >= 0 and size >= 0 and offset + size <= limit
             for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
@@ -83,6 +82,8 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _of_slices(shape: Sequence[int], slices: Sequence[slice]) -> Box:
+    if not isinstance(slices, (tuple, list)) or not all(isinstance(part, slice) for part in slices):
+        raise UsageError("not slices", expected="a Box, or slices of the leading dims", found=slices)
     if len(slices) > len(shape):
         raise UsageError(f"{len(slices)} slices of a tensor with {len(shape)} dims", found=list(slices))
     ranges = [part.indices(limit) for part, limit in zip(slices, shape)]  # noqa: B905 (leading dims only)

@@ -18,6 +18,7 @@ the others in ``replicas``.
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.errors import CheckpointUnsound
 from reshard.geometry.box import Box
 from reshard.geometry.tiling import inexact_tensors, tiling_fault
 
@@ -34,6 +36,9 @@ Int = NDArray[np.int64]
 
 RAW = "raw"
 ARCHIVE = "archive"
+
+# Elements are numbered in 64 bits, in plans those of all tensors in one row space.
+_MOST_ELEMENTS = 1 << 62
 
 
 class Chunk(NamedTuple):
@@ -241,7 +246,22 @@ class IndexBuilder:
         self._replicas.extend((len(self._names) - 1, row, place[0], place[1]))
 
     def build(self) -> Index:
-        """The index of all that was added."""
+        """The index of all that was added.
+
+        Raises:
+            CheckpointUnsound: the tensors have more elements than can be counted in 64 bits.
+        """
+        elements = 0
+        for name, shape in zip(self._names, self._shapes, strict=True):
+            elements += math.prod(shape)
+            if elements > _MOST_ELEMENTS:
+                raise CheckpointUnsound(
+                    "larger than any checkpoint",
+                    path=self.folder,
+                    key=name,
+                    expected=f"at most {_MOST_ELEMENTS} elements in all",
+                    found=f"{elements} with those of the shape {shape}"[:200],
+                )
         first = np.array(self._first, dtype=np.int64)
         places = np.array(self._places, dtype=np.int64).reshape(-1, 3)
         offsets, sizes = self._padded_boxes(first)

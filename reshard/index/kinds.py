@@ -27,7 +27,7 @@ _OTHER_ROOTS = (
 _MOMENT_NAMES = frozenset(["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"])
 
 # Another framework's loader state of one rank, and the like: nothing says how to make it one of other ranks.
-_OF_ONE_RANK = re.compile(r"(?:^|[._])(?:dp_)?(?:rank|shard)[._]?\d+(?:[._]|$)")
+_OF_ONE_RANK = re.compile(r"(?:^|[._-])(?:dp_)?(?:rank|shard)[._-]?\d+(?:[._-]|$)")
 
 
 def kind_of(key: str, shape: Sequence[int]) -> str:
@@ -38,6 +38,22 @@ def kind_of(key: str, shape: Sequence[int]) -> str:
     if root in _OTHER_ROOTS and rest:
         return OTHERS
     return MOMENTS if key.rpartition(".")[2] in _MOMENT_NAMES else WEIGHTS
+
+
+def kinds_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
+    """The kind of each tensor of a checkpoint: where some lie under a name for the model, no others are weights."""
+    kinds = [kind_of(name, shape) for name, shape in zip(names, shapes, strict=True)]
+    if not any(map(is_of_model, names)):
+        return kinds
+    return [
+        _kind_outside(name) if kind == WEIGHTS and not is_of_model(name) else kind
+        for name, kind in zip(names, kinds, strict=True)
+    ]
+
+
+def _kind_outside(name: str) -> str:
+    root = name.partition(".")[0]
+    return MASTERS if "master" in root or root.startswith("fp32") else OTHERS
 
 
 def is_of_model(key: str) -> bool:
@@ -63,7 +79,7 @@ def optimizer_place(key: str) -> tuple[str, str] | None:
 
 
 def is_of_one_rank(key: str) -> bool:
-    """Whether an object belongs to a single rank of the job that wrote it, such as ``dataloader.dp_rank_3``."""
+    """Whether an object or a file is one rank's of the job that wrote it, such as ``dataloader.dp_rank_3``."""
     return _OF_ONE_RANK.search(key) is not None
 
 

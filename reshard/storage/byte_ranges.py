@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ class SourceFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self.bytes_read = 0
+        # Half of what the process may have, for threads and the files that are written have theirs.
+        self._most_open = min(MOST_OPEN_FILES, max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 16))
         self._lock = threading.Lock()
         self._descriptors: OrderedDict[int, int] = OrderedDict()
         self._users: dict[int, int] = {}
@@ -130,7 +133,7 @@ class SourceFiles:
 
     def _close_idle(self) -> None:
         for file in list(self._descriptors):
-            if len(self._descriptors) <= MOST_OPEN_FILES:
+            if len(self._descriptors) <= self._most_open:
                 return
             if not self._users.get(file):
                 os.close(self._descriptors.pop(file))

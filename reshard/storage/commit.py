@@ -23,6 +23,7 @@ from pathlib import Path
 
 from reshard.errors import CheckpointUnsound, Fenced, StorageError, UsageError
 from reshard.storage.durable import (
+    exchange_durably,
     fsync_tree,
     make_folder,
     remove_tree,
@@ -172,9 +173,10 @@ def _check_vacant(final: Path) -> None:
 
 
 def put_in_place(staged: Path, final: Path, aside: Path) -> None:
-    """Rename a durable folder to its final name; what has that name is set aside first, and deleted last.
+    """Rename a durable folder to its final name, in place of what has that name, which is deleted last.
 
-    A crash leaves the old folder, the new one, or for a moment neither of them but the old one as `aside`.
+    The two swap names in one step where the system can: then a crash leaves the old folder or the new one. Elsewhere
+    the old one is set aside first, and a crash may leave neither of them but the old one as `aside`.
 
     Raises:
         StorageError: the file system refused. The old folder then has its name, or the new one has it and only the
@@ -185,6 +187,9 @@ def put_in_place(staged: Path, final: Path, aside: Path) -> None:
         return
     if os.path.lexists(aside):
         move_to_trash(aside)
+    if exchange_durably(staged, final):
+        move_to_trash(staged)
+        return
     try:
         rename_durably(final, aside)
         rename_durably(staged, final)

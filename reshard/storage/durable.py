@@ -11,6 +11,7 @@ An operating system error leaves as a `StorageError` that says which file, why i
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -27,6 +28,9 @@ from reshard.errors import StorageError
 
 _Place = str | os.PathLike[str]
 
+# AT_FDCWD and RENAME_EXCHANGE of <linux/fs.h>.
+_HERE, _EXCHANGE = -100, 2
+
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 # Reason in words, and what to do next.
@@ -41,6 +45,7 @@ _REFUSALS = {
     errno.EEXIST: ("a file of that name is in the way", "move it away or use another path"),
     errno.ENOTEMPTY: ("a folder that is not empty is in the way", "check that no other process writes there"),
     errno.EXDEV: ("source and target lie on different file systems", "use two paths on one file system"),
+    errno.EMFILE: ("too many open files", "raise the limit (`ulimit -n`), then try again"),
     errno.EIO: ("the device reported an I/O error", "check the health of the file system before writing there again"),
 }
 
@@ -165,6 +170,29 @@ def rename_durably(src: _Place, dst: _Place) -> None:
     _fsync_folder(target.parent)
     if source.parent != target.parent:
         _fsync_folder(source.parent)
+
+
+def exchange_durably(first: _Place, second: _Place) -> bool:
+    """Let two existing names of one file system swap what they name, in one step; a crash leaves it as before or after.
+
+    Returns:
+        Whether that was done: not every system and file system can (`renameat2` of Linux).
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if exchange is None:
+        return False
+    if exchange(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            return False
+        with storage_errors(f"swap with {second}", first):
+            raise OSError(number, os.strerror(number))
+    for folder in {Path(first).parent, Path(second).parent}:
+        _fsync_folder(folder)
+    return True
 
 
 def remove_tree(folder: _Place) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import secrets
@@ -30,11 +31,12 @@ from reshard.storage.durable import (
     fsync_tree,
     make_folder,
     remove_tree,
+    rename_durably,
     storage_errors,
     temporary_target,
     write_atomic,
 )
-from reshard.storage.steps import REPLACED, move_to_trash
+from reshard.storage.steps import REPLACED, TRASH, move_to_trash
 
 _POLL_S = 0.05
 _BEAT_S = 2.0
@@ -68,6 +70,7 @@ class SharedWork:
         self._launch = launch
         self._timeout_s = timeout_s
         self._work = self.root / "work"
+        self._aside = destination.with_name(f"{REPLACED}{destination.name}-offline")
         self._lock: int | None = None
         self._journal: int | None = None
         self._stop = threading.Event()
@@ -99,8 +102,8 @@ class SharedWork:
             error.details = (*error.details, f"what was written stays in {self.root}: start again to go on from it")
             return
         with contextlib.suppress(StorageError):
-            self.forget()
-            remove_tree(self.folder if self.ranks > 1 else self.root)
+            # Others may be writing still: without its name, all is thrown away by the next launch.
+            remove_tree(self.root if self.ranks == 1 else self._work / "job")
 
     def _open(self) -> str:
         """Makes or takes over the staged folder, waits for all ranks, and tells them the name of the session."""
@@ -134,10 +137,17 @@ class SharedWork:
         nonce = secrets.token_hex(8)
         started = time.monotonic()
         hello = self._event("hello", self.rank)
+        refusals = 0
         while time.monotonic() - started < self._timeout_s:
             # Rank 0 deletes whatever was there before it came.
             if self._work.is_dir() and self._told(hello) != nonce:
-                self.tell("hello", nonce)
+                try:
+                    self.tell("hello", nonce)
+                except StorageError:
+                    # Rank 0 may be about to make the folder anew; but it may also be that this rank cannot write there.
+                    refusals += 1
+                    if refusals * _POLL_S > _HEARING_S:
+                        raise
             refused = self._told(self._event("refused", 0))
             if isinstance(refused, dict) and nonce in refused.get("nonces", ()):
                 raise FailedElsewhere(refused, 0)
@@ -228,11 +238,12 @@ class SharedWork:
         """
         if self.rank == 0:
             fsync_tree(self.folder)
-            aside = self.destination.with_name(f"{REPLACED}{self.destination.name}-offline")
-            put_in_place(self.folder, self.destination, aside)
-            if os.path.lexists(aside):
+            # After the swap the old folder lies where the new one was staged: no launch may go on from that.
+            write_atomic(self._work / "job", b"committed")
+            put_in_place(self.folder, self.destination, self._aside)
+            if os.path.lexists(self._aside):
                 # A launch before had set it aside, and came no further.
-                move_to_trash(aside)
+                move_to_trash(self._aside)
             self.tell("committed")
             self._see_off()
             self._stop_heart()
@@ -247,6 +258,7 @@ class SharedWork:
     def _lead(self) -> None:
         make_folder(self._work)
         self._take_lock()
+        self._tidy()
         job = self._work / "job"
         with storage_errors("read", job):
             known = job.read_text() if job.exists() else None
@@ -265,6 +277,14 @@ class SharedWork:
                 remove_tree(path)
         make_folder(self.folder)
         write_atomic(job, self._job.encode())
+
+    def _tidy(self) -> None:
+        """Puts right what a crash between or after the renames of a commit has left."""
+        parent, name = self.destination.parent, self.destination.name
+        for trash in parent.glob(glob.escape(f"{TRASH}{name}-") + "*"):
+            remove_tree(trash)
+        if os.path.lexists(self._aside) and not os.path.lexists(self.destination):
+            rename_durably(self._aside, self.destination)
 
     def _see_off(self) -> None:
         """Waits a while until the others have seen the commit; all is done, so one that is gone hinders nothing."""

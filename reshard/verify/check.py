@@ -105,6 +105,7 @@ def _check(report: Report, checkpoint: Checkpoint, progress: Progress | None) ->
         report.faults += faults_of(checkpoint.manifest_fault)
     report.faults += one_save.manifest_faults(checkpoint)
     report.faults += _tiling_faults(checkpoint.index)
+    report.faults += one_save.path_faults(checkpoint)
     files = _Files.of(checkpoint)
     report.faults += files.faults
     located = _located(checkpoint, files)

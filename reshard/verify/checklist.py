@@ -16,7 +16,7 @@ from typing import Any
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import Manifest
 from reshard.index.dtypes import FLOATS
-from reshard.index.kinds import MODEL_ROOTS, WEIGHTS, is_of_one_rank, kind_of, optimizer_place, parameter_of
+from reshard.index.kinds import MODEL_ROOTS, WEIGHTS, is_of_one_rank, kinds_of, optimizer_place, parameter_of
 
 PRESENT, MISSING, NONE = "present", "missing", "run had none"
 
@@ -66,8 +66,8 @@ class OptimizerState:
 def optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
     """Which parameters have which state."""
     index = checkpoint.index
-    kinds = zip(index.names, index.shapes, index.dtypes, strict=True)
-    weights = {name: dtype for name, shape, dtype in kinds if kind_of(name, shape) == WEIGHTS}
+    kinds = zip(index.names, kinds_of(index.names, index.shapes), index.dtypes, strict=True)
+    weights = {name: dtype for name, kind, dtype in kinds if kind == WEIGHTS}
     known = weights.keys() - set()
     found: dict[str, set[str]] = {}
     for key in (*index.names, *index.objects, *checkpoint.values):
@@ -145,7 +145,7 @@ def allowed_missing(parts: Sequence[Part]) -> list[str]:
 
 def _model(checkpoint: Checkpoint) -> Part:
     index = checkpoint.index
-    count = sum(kind_of(name, shape) == WEIGHTS for name, shape in zip(index.names, index.shapes, strict=True))
+    count = kinds_of(index.names, index.shapes).count(WEIGHTS)
     return Part("model", PRESENT, f"{_count(count, 'tensor')}") if count else Part("model", MISSING, "no weights")
 
 

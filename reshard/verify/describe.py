@@ -15,7 +15,7 @@ from reshard.formats.file_lengths import FileFault, file_faults
 from reshard.formats.opening import open_checkpoint
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import Index
-from reshard.index.kinds import KINDS, WEIGHTS, kind_of
+from reshard.index.kinds import KINDS, WEIGHTS, kinds_of
 from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps, step_number, uncommitted
 from reshard.verify.checklist import OptimizerState, Part, checklist, optimizer_state, per_rank_objects, random_states
@@ -204,8 +204,9 @@ def _kinds(index: Index) -> list[KindTotal]:
     tensors = dict.fromkeys(KINDS, 0)
     elements = dict.fromkeys(KINDS, 0)
     dtypes: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-    for name, shape, dtype in zip(index.names, index.shapes, index.dtypes, strict=True):
-        kind, count = kind_of(name, shape), math.prod(shape)
+    found = kinds_of(index.names, index.shapes)
+    for kind, shape, dtype in zip(found, index.shapes, index.dtypes, strict=True):
+        count = math.prod(shape)
         tensors[kind] += 1
         elements[kind] += count
         # Packed and quantised elements, which no reader takes, count as a byte.

@@ -20,7 +20,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.geometry.box import Box, row_major_strides
 from reshard.index.dtypes import FLOATS, ITEM_BYTES, values
 from reshard.index.index import Index
-from reshard.index.kinds import MASTERS, MOMENTS, WEIGHTS, kind_of, parameter_of
+from reshard.index.kinds import MASTERS, MOMENTS, WEIGHTS, kinds_of, parameter_of
 
 # Decoded elements take up to four times the memory of what they are decoded from; this much stays in cache.
 _STEP_BYTES = 1 << 19
@@ -164,7 +164,7 @@ def verdicts(index: Index, not_finite: Mapping[int, NotFinite]) -> Iterator[Verd
     """Judges, by the rule above, the tensors that have elements which are not finite."""
     if not not_finite:
         return
-    kinds = [kind_of(name, shape) for name, shape in zip(index.names, index.shapes, strict=True)]
+    kinds = kinds_of(index.names, index.shapes)
     weights = {name for name, kind in zip(index.names, kinds, strict=True) if kind == WEIGHTS}
     trained = {parameter_of(name, weights) for name, kind in zip(index.names, kinds, strict=True) if kind != WEIGHTS}
     for number, found in sorted(not_finite.items()):

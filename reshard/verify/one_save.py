@@ -42,6 +42,26 @@ def commit_faults(path: Path) -> Iterator[Fault]:
             )
 
 
+def path_faults(checkpoint: Checkpoint) -> Iterator[Fault]:
+    """Keys whose recorded path in the nested state is of another key; stock torch could not put them back.
+
+    Stock's planner makes the key of the path. Where most keys are not made so, another planner had its own way.
+    """
+    paths = checkpoint.paths
+    keys = [*checkpoint.index.names, *checkpoint.index.objects]
+    wrong = [key for key in keys if key not in paths or ".".join(map(str, paths[key])) != key]
+    if not paths or len(wrong) > len(keys) // 2:
+        return
+    for key in wrong:
+        yield Fault.at(
+            checkpoint.path / checkpoint.metadata_files[0],
+            "the path recorded for this key is not its own",
+            key=key,
+            expected=key,
+            found=".".join(map(str, paths[key])) if key in paths else "none",
+        )
+
+
 def manifest_faults(checkpoint: Checkpoint) -> Iterator[Fault]:
     """Where the manifest contradicts the folder's name, or the tensors that are there."""
     manifest = checkpoint.manifest

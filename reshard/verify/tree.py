@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import Index, Place, Tensor
-from reshard.index.kinds import kind_of
+from reshard.index.kinds import kinds_of
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -24,10 +24,11 @@ class Branch(NamedTuple):
 
 def tensors(index: Index) -> Iterator[Branch]:
     """The tensors by name, ``layers.2`` before ``layers.10``."""
+    kinds = dict(zip(index.names, kinds_of(index.names, index.shapes), strict=True))
     for name in sorted(index.names, key=_natural):
         tensor = index.tensor(name)
         length_bytes = math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 1)
-        yield Branch(tensor, kind_of(name, tensor.shape), length_bytes)
+        yield Branch(tensor, kinds[name], length_bytes)
 
 
 def objects(index: Index) -> Iterator[tuple[str, Place]]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import CheckpointUnsound, Fenced, StorageError, UsageError
+from reshard.storage import commit
 from reshard.storage.commit import ATTEMPT_FILE, Stage, abandon_later, claim, holder
+from reshard.storage.durable import exchange_durably
 from reshard.storage.steps import committed_steps, prune, uncommitted
 
 # Every operation that changes or lists a file system, as Python reports it, whichever of its functions was called.
@@ -277,6 +279,8 @@ def test_a_replacement_that_fails_puts_the_old_step_back(tmp_path, monkeypatch):
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         return real(src, dst)
 
+    # As on a file system that cannot swap two names.
+    monkeypatch.setattr(commit, "exchange_durably", lambda first, second: False)
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(StorageError, match="quota"):
         commit_step(tmp_path, 30, "new", "a", replace=True)
@@ -349,8 +353,10 @@ def test_an_attempt_that_lost_the_run_cannot_commit(tmp_path):
         commit_step(tmp_path, 30, "new", "a")
 
 
-@pytest.mark.parametrize("replace", [False, True], ids=["new", "replace"])
-def test_a_claim_between_fence_and_rename_still_wins(tmp_path, monkeypatch, replace):
+@pytest.mark.parametrize(
+    ("replace", "swaps"), [(False, True), (True, False), (True, True)], ids=["new", "replace", "swap"]
+)
+def test_a_claim_between_fence_and_rename_still_wins(tmp_path, monkeypatch, replace, swaps):
     claim(tmp_path, "a")
     if replace:
         commit_step(tmp_path, 30, "old", "a")
@@ -364,7 +370,15 @@ def test_a_claim_between_fence_and_rename_still_wins(tmp_path, monkeypatch, repl
             claim(tmp_path, "b")
         return real(src, dst)
 
-    monkeypatch.setattr(Path, "rename", rename)
+    def swap(first, second):
+        claim(tmp_path, "b")
+        return exchange_durably(first, second)
+
+    if replace and swaps:
+        monkeypatch.setattr(commit, "exchange_durably", swap)
+    else:
+        monkeypatch.setattr(commit, "exchange_durably", lambda first, second: False)
+        monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(Fenced, match="expected a, found b"):
         stage.commit(replace=replace)
     assert [content(folder.path) for folder in committed_steps(tmp_path)] == ([files_of(30, "old")] if replace else [])
