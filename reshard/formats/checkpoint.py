@@ -257,7 +257,9 @@ def _gather(
     reads = math.prod(grid)
     for low in range(0, reads, _PLANNED_READS):
         places = np.unravel_index(np.arange(low, min(low + _PLANNED_READS, reads)), grid)
-        starts = sum(place * step for place, step in zip(places, (*steps[:-1], steps[-1] * together), strict=True))
+        starts = np.zeros(len(places[0]), dtype=np.int64)
+        for place, step in zip(places, (*steps[:-1], steps[-1] * together), strict=True):
+            starts += place * step
         for number, first in enumerate(starts.tolist(), low):
             row, position = divmod(number, grid[-1])
             part = inside[row, position * together : (position + 1) * together]

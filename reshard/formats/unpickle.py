@@ -292,19 +292,20 @@ def _simple_instructions() -> re.Pattern[bytes]:
     """
     by_length: dict[int, bytes] = {}
     for code, length_bytes in _FIXED_BYTES.items():
-        if code not in (_LONG_BINPUT, _BINPERSID, *_BUILDS, *b"()KMJ"):
+        if code not in (_LONG_BINPUT, _BINPERSID, *_BUILDS, *b"()hKMJ"):
             by_length[length_bytes] = by_length.get(length_bytes, b"") + re.escape(bytes([code]))
     # An index below 65536 costs at most a MiB of memo: no need to look at it one by one.
-    put = rb"(?:\x94|q.|r..\x00\x00)?"
-    number = rb"(?:K.|M..|J....)"
+    long_put = rb"r..\x00\x00"
+    put = rb"\x94?(?:q.|%s)?" % long_put
     call = rb"(?:%s\x85%sR)?" % (put, put)
-    kinds = [b"[%s]+" % by_length.pop(0)]
-    kinds.append(rb"%s(?:(?:\x85|%s(?:\x86|%s\x87))%s)?" % (number, number, number, call))
-    kinds.append(rb"\((?:%s+t%s)?" % (number, call))
-    kinds.append(rb"\)[R\x81]?")
+    numbers = (b"K.", b"M..", b"J....")
+    number = b"(?:%s)" % b"|".join(numbers)
+    # Each begins with a byte of its own, the commonest first: what does not fit is found at a glance.
+    kinds = [b"[%s]+" % by_length.pop(0), b"h."]
+    kinds += [rb"%s(?:(?:\x85|%s(?:\x86|%s\x87))%s)?" % (first, number, number, call) for first in numbers]
+    kinds += [rb"\)[R\x81]?", rb"\((?:%s+t%s)?" % (number, call)]
     kinds += [b"[%s].{%d}" % (codes, length_bytes) for length_bytes, codes in sorted(by_length.items())]
-    kinds.append(rb"r..\x00\x00")
-    return re.compile(b"(?:%s){1,1000}" % b"|".join(kinds), re.DOTALL)
+    return re.compile(b"(?:%s){1,1000}" % b"|".join([*kinds, long_put]), re.DOTALL)
 
 
 _SIMPLE = _simple_instructions()

@@ -74,7 +74,8 @@ def inexact_tensors(shapes: Int, first: Int, offsets: Int, sizes: Int) -> Int:
 def _random(count: int) -> Int:
     """Numbers below the prime. Not from a seed: nobody can choose boxes that fit them."""
     drawn = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) % np.uint64(_PRIME)
-    return drawn.astype(np.int64)
+    numbers: Int = drawn.astype(np.int64)
+    return numbers
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

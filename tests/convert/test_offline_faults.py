@@ -379,6 +379,10 @@ def test_a_destination_that_would_lose_something(tmp_path: Path, source: Path) -
     assert rewriting.file_bytes(source) == before
     assert (tmp_path / "there" / "file").read_text() == "mine"
     assert left_behind(tmp_path) == []
+    with pytest.raises(UsageError, match="something else than a checkpoint"):
+        rewrite(source, tmp_path / "there", 3, force=True)
+    assert (tmp_path / "there" / "file").read_text() == "mine"
+    (tmp_path / "there" / ".metadata").write_bytes(b"")
     rewrite(source, tmp_path / "there", 3, force=True)
     assert_same(stock_tensors(tmp_path / "there"), STATE)
     assert not (tmp_path / "there" / "file").exists()
@@ -528,7 +532,7 @@ def test_a_fault_at_every_storage_call(tmp_path: Path, source: Path, fault: str,
         made = folder / "made"
         if old:
             made.mkdir()
-            (made / "old").write_text("old")
+            (made / "old.distcp").write_text("old")
         mark = tmp_path / "struck"
         mark.unlink(missing_ok=True)
 
@@ -553,9 +557,9 @@ def test_a_fault_at_every_storage_call(tmp_path: Path, source: Path, fault: str,
             # Clearing away comes after the commit and may fail.
             assert status == REFUSED << 8 or (status == 0 and rewriting.file_bytes(made) == reference), f"call {at}"
         found = rewriting.file_bytes(made) if made.exists() else None
-        assert found in ((reference, {"old": b"old"}) if old else (reference, None)) or (
+        assert found in ((reference, {"old.distcp": b"old"}) if old else (reference, None)) or (
             # For the moment between two renames, or where the second one failed.
-            old and found is None and (folder / ".replaced-made-offline" / "old").exists()
+            old and found is None and (folder / ".replaced-made-offline" / "old.distcp").exists()
         ), f"call {at}"
         if found != reference:
             noted = journaled_bytes(folder, "made")

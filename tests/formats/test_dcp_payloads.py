@@ -95,7 +95,8 @@ def test_a_slice_costs_its_own_bytes(tmp_path: Path) -> None:
         before = checkpoint.files.bytes_read
         columns = checkpoint.read("t", (slice(0, 10), slice(20, 30)))
         assert torch.equal(columns.view(torch.int32), tensor[0:10, 20:30].contiguous().view(torch.int32))
-        assert checkpoint.files.bytes_read - before == 10 * 10 * 4
+        # Gaps shorter than a page are read through.
+        assert checkpoint.files.bytes_read - before == (9 * 250 + 10) * 4
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -7,6 +7,7 @@ import pickle
 import random
 import resource
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,83 @@ def test_lengths_beyond_the_file_cost_no_memory(content: bytes) -> None:
     with pytest.raises(CheckpointUnsound):
         load_bytes(content)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100_000
+
+
+def _doubled(levels: int, first: bytes, step: bytes) -> bytes:
+    """``first``, and then as often as asked ``step`` on the memoised value before; each is memoised."""
+    body = first + b"\x94"
+    for level in range(levels):
+        body += step.replace(b"GET", b"j" + struct.pack("<I", level)) + b"\x94"
+    return body
+
+
+_MANY = 48
+_NESTED = {
+    "pair": _doubled(_MANY, b")", b"GETGET\x86"),
+    "triple": _doubled(_MANY, b")", b"GETK\x01GET\x87"),
+    "marked": _doubled(_MANY, b")", b"(GETGETt"),
+    "single of a pair": _doubled(_MANY, b")", b"GETGET\x86\x85"),
+    "wide": _doubled(5, b"K\x01\x85", b"(" + 999 * b"GET" + b"t"),
+    "duplicated": b")" + _MANY * b"2\x86",
+    "frozen": _doubled(_MANY, b")", b"(GETGET\x85\x91"),
+    "of lists": _doubled(_MANY, b")", b"cbuiltins\ntuple\n](GETGETe\x85R"),
+    "of lists, new": _doubled(_MANY, b")", b"cbuiltins\ntuple\n](GETGETe\x85\x81"),
+    "inst": _doubled(_MANY, b")", b"(](GETGETeibuiltins\ntuple\n"),
+    "obj": _doubled(_MANY, b")", b"(cbuiltins\ntuple\n](GETGETeo"),
+    "of numbers": _doubled(_MANY, b"K\x01K\x02\x86\x85", b"GETGET\x86"),
+}
+_HASHING = {"key": b"}%bNs.", "keys": b"}(%bNu.", "set": b"\x8f(%b\x90.", "frozenset": b"(%b\x91."}
+
+
+@pytest.mark.parametrize("hashing", _HASHING)
+@pytest.mark.parametrize("nested", _NESTED)
+def test_keys_that_unfold_without_end_are_refused_at_once(nested: str, hashing: str) -> None:
+    before, _, after = _HASHING[hashing].partition(b"%b")
+    # Memo indexes are counted from the first value, so that what is hashed into comes before them.
+    content = b"\x80\x04" + before + _NESTED[nested] + after
+    allowed: dict[tuple[str, str], Any] = {("builtins", "tuple"): tuple}
+    start_s = time.process_time()
+    with pytest.raises(CheckpointUnsound, match="holds the same values more than"):
+        load_bytes(content, allowed)
+    assert time.process_time() - start_s < 2
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_tuples_within_tuples(protocol: int) -> None:
+    """As they come in real states: shared, deep, and long."""
+    shape = (1, 2)
+    row: Any = (shape, "name", (shape, (3, (4,))))
+    deep: Any = ()
+    for level in range(60):
+        deep = (deep, level)
+    value = {
+        row: [row, row],
+        deep: (deep,),
+        tuple(range(200_000)): (row,) * 5000,
+        (shape,) * 3: frozenset([shape, row]),
+    }
+    names: dict[tuple[str, str], Any] = {("__builtin__", "frozenset"): frozenset, ("builtins", "frozenset"): frozenset}
+    assert load_bytes(pickle.dumps(value, protocol), names) == value
+
+
+def test_persistent_ids_of_any_form_reach_the_resolver() -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> object:
+            return ids[value] if isinstance(value, bytes) else None
+
+    ids: dict[bytes, object] = {b"a": ("x", None), b"b": ("y",), b"c": "text", b"d": 7, b"e": ((1, None), None)}
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=2).dump([*ids, ("pair", None)])
+    seen: list[object] = []
+    assert load_bytes(buffer.getvalue(), persistent=seen.append) == [None] * 5 + [("pair", None)]
+    assert seen == list(ids.values())
+
+
+def test_strings_across_frames() -> None:
+    value = [("n" * length, (length, ("x",))) for length in (10, 70_000, 3, 140_000, 66_000)] * 3
+    file = io.BytesIO(pickle.dumps(value, 4) + b"behind")
+    assert read(file, {}, path="f") == value
+    assert file.read() == b"behind"
 
 
 @pytest.mark.parametrize(
