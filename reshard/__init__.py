@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.train.state import TrainState
     from reshard.train.streams import SeededDataset, SlotStreams
     from reshard.train.trace import TraceWriter
-    from reshard.verify.trace import TraceRow
+    from reshard.verify.traces.trace import TraceRow
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _HOMES = {
     "SlotStreams": "reshard.train.streams",
     "StepResult": "reshard.train.accumulate",
     "StopSignal": "reshard.cluster.signals",
-    "TraceRow": "reshard.verify.trace",
+    "TraceRow": "reshard.verify.traces.trace",
     "TraceWriter": "reshard.train.trace",
     "TrainState": "reshard.train.state",
     "accumulate": "reshard.train.accumulate",

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from reshard.errors import UsageError
-from reshard.verify.compare import compare_traces, format_table
-from reshard.verify.plot import plot_traces
-from reshard.verify.trace import read_trace
+from reshard.verify.traces.compare import compare_traces, format_table
+from reshard.verify.traces.plot import plot_traces
+from reshard.verify.traces.trace import read_trace
 
 SCRIPTS = Path(__file__).parent
 CONFIG = SCRIPTS / "configs" / "tiny.yaml"

@@ -10,7 +10,7 @@ from reshard.cli.output import print_json, print_text
 from reshard.cli.units import bytes_text, plural
 
 if TYPE_CHECKING:
-    from reshard.verify.report import Report
+    from reshard.verify.check.report import Report
 
 # More would scroll the first ones away; --json has them all.
 _MOST_FAULTS_SHOWN = 50
@@ -43,7 +43,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _run(args: argparse.Namespace) -> int:
     from reshard.cli.progress import byte_progress
-    from reshard.verify.check import check
+    from reshard.verify.check.run import check
 
     report = check(
         args.checkpoint, args.also, deep=args.deep, progress=lambda total_bytes: byte_progress(total_bytes, "checking")

@@ -11,9 +11,9 @@ from reshard.cli.output import print_json, print_text
 from reshard.cli.units import bytes_text, plural, table
 
 if TYPE_CHECKING:
-    from reshard.verify.diff import Diff, TensorDifference
-    from reshard.verify.elements import Tally
-    from reshard.verify.objects import Difference
+    from reshard.verify.diff.elements import Tally
+    from reshard.verify.diff.objects import Difference
+    from reshard.verify.diff.run import Diff, TensorDifference
 
 _MOST_LINES = 30
 
@@ -40,8 +40,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def _run(args: argparse.Namespace) -> int:
     from reshard.cli.progress import byte_progress
     from reshard.formats.opening import open_checkpoint
-    from reshard.verify.diff import diff
-    from reshard.verify.pairing import pair
+    from reshard.verify.diff.pairing import pair
+    from reshard.verify.diff.run import diff
 
     with open_checkpoint(args.a) as a, open_checkpoint(args.b) as b:
         pairs = pair(a, b)

@@ -14,8 +14,8 @@ from reshard.cli.units import bytes_text, count_text, plural, some, table
 if TYPE_CHECKING:
     from reshard.formats.checkpoint import Checkpoint
     from reshard.index.index import Chunk, Place
-    from reshard.verify.describe import Description
-    from reshard.verify.tree import Branch
+    from reshard.verify.describe.describe import Description
+    from reshard.verify.describe.tree import Branch
 
 _FORMAT_NAMES = {"dcp": "DCP (torch.distributed.checkpoint)", "safetensors": "safetensors", "torch": "torch.save file"}
 
@@ -42,8 +42,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def _run(args: argparse.Namespace) -> int:
-    from reshard.verify.describe import describe
-    from reshard.verify.tree import tree_json
+    from reshard.verify.describe.describe import describe
+    from reshard.verify.describe.tree import tree_json
 
     description = describe(args.checkpoint, args.also)
     with description.checkpoint as checkpoint:
@@ -143,7 +143,7 @@ def _kinds(found: Description) -> list[str]:
 
 
 def _needs(found: Description) -> Iterator[str]:
-    from reshard.verify.checklist import MISSING, allowed_missing, title
+    from reshard.verify.describe.checklist import MISSING, allowed_missing, title
 
     yield "to resume"
     first, *others = found.parts
@@ -174,7 +174,7 @@ def _files(found: Description) -> Iterator[str]:
 
 def _tree(checkpoint: Checkpoint) -> Iterator[str]:
     from reshard.geometry.box import Box
-    from reshard.verify.tree import objects, tensors
+    from reshard.verify.describe.tree import objects, tensors
 
     branches = tensors(checkpoint.index)
     for module, below in itertools.groupby(branches, key=lambda branch: branch.tensor.name.rpartition(".")[0]):

@@ -34,8 +34,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def _run(args: argparse.Namespace) -> int:
-    from reshard.verify.compare import compare_traces, format_table
-    from reshard.verify.trace import read_trace
+    from reshard.verify.traces.compare import compare_traces, format_table
+    from reshard.verify.traces.trace import read_trace
 
     if args.plot is not None and args.plot.exists() and not args.force:
         raise UsageError("exists already", path=args.plot, hint="overwrite it with --force")
@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         print_text(format_table(comparison))
     if args.plot is not None:
-        from reshard.verify.plot import plot_traces
+        from reshard.verify.traces.plot import plot_traces
 
         plot_traces(comparison, args.plot)
     return 0 if comparison.agrees else 1

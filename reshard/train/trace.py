@@ -8,14 +8,14 @@ from typing import TextIO
 
 from reshard.storage.durable import storage_errors
 from reshard.train.ranks import all_ranks
-from reshard.verify.trace import TraceRow, mend_trace
+from reshard.verify.traces.trace import TraceRow, mend_trace
 
 
 class TraceWriter:
     """Appends rows to a trace file. Rank 0 writes; other ranks may call everything and write nothing.
 
     What an attempt wrote before it was killed stays; lines of a later attempt supersede those past the step it
-    resumed at (see :func:`reshard.verify.trace.read_trace`).
+    resumed at (see :func:`reshard.verify.traces.trace.read_trace`).
     """
 
     def __init__(self, path: str | Path) -> None:

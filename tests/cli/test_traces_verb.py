@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.cli.main import main
-from reshard.verify.trace import TraceRow
+from reshard.verify.traces.trace import TraceRow
 
 
 def trace(path: Path, *, steps: int = 5, jump: float = 0.0) -> str:

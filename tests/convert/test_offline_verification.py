@@ -16,7 +16,7 @@ from rewriting import payload_place, places, rewrite, rows_of, write_boxes
 from reshard.engine import run as engine
 from reshard.engine.blocks import PAGE_BYTES
 from reshard.errors import CheckpointUnsound
-from reshard.verify.check import check
+from reshard.verify.check.run import check
 
 COLUMNS = [((0, 0), (1030, 512)), ((0, 512), (1030, 300)), ((0, 812), (1030, 212))]
 TENSORS: dict[str, tuple[torch.Tensor, Any]] = {

@@ -16,7 +16,7 @@ from reshard.engine import bands, run, segment
 from reshard.engine.blocks import PAGE_BYTES
 from reshard.engine.run import Budget
 from reshard.geometry.mesh import Mesh
-from reshard.verify.check import check
+from reshard.verify.check.run import check
 
 COLUMNS = [((0, 0), (600, 3)), ((0, 3), (600, 1)), ((0, 4), (600, 5))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,11 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from reshard import open_checkpoint
 from reshard.errors import CheckpointUnsound
+from reshard.formats import checkpoint as stored
 from reshard.formats import dcp_payloads
+from reshard.formats.checkpoint import Checkpoint
 from reshard.geometry.box import Box
+from reshard.storage.byte_ranges import SourceFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -95,8 +99,105 @@ def test_a_slice_costs_its_own_bytes(tmp_path: Path) -> None:
         before = checkpoint.files.bytes_read
         columns = checkpoint.read("t", (slice(0, 10), slice(20, 30)))
         assert torch.equal(columns.view(torch.int32), tensor[0:10, 20:30].contiguous().view(torch.int32))
-        # Gaps shorter than a page are read through.
-        assert checkpoint.files.bytes_read - before == (9 * 250 + 10) * 4
+        # The gaps, longer than a cache line, are not read.
+        assert checkpoint.files.bytes_read - before == 10 * 10 * 4
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> tuple[list[int], list[int], int, Box]:
+    """Strides of any kind, overlapping ones and those of expanded dims among them; elements in the file; a box."""
+    shape = draw(st.lists(st.integers(1, 9), max_size=4))
+    strides = [draw(st.integers(0, 40)) for _ in shape]
+    low = [draw(st.integers(0, size)) for size in shape]
+    sizes = [draw(st.integers(0, size - start)) for start, size in zip(low, shape, strict=True)]
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return shape, strides, reach, Box(tuple(low), tuple(sizes))
+
+
+@given(
+    strided(),
+    st.sampled_from([1, 4, 16]),
+    st.integers(0, 99),
+    st.integers(1, 80),
+    st.integers(1, 200),
+    st.integers(1, 5),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_strides_are_those_of_numpy(
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[list[int], list[int], int, Box],
+    width: int,
+    start: int,
+    gap_bytes: int,
+    block_bytes: int,
+    planned: int,
+) -> None:
+    shape, strides, reach, box = case
+    dtype = np.dtype({1: np.uint8, 4: np.uint32, 16: np.complex128}[width])
+    content = np.random.default_rng(start).integers(0, 256, start + reach * width, dtype=np.uint8)
+    path = tmp_path_factory.mktemp("strided") / "elements"
+    path.write_bytes(content.tobytes())
+    elements = np.frombuffer(content.tobytes()[start:], dtype=dtype)
+    whole = np.lib.stride_tricks.as_strided(elements, shape, [stride * width for stride in strides])
+    told: list[tuple[int, bytes]] = []
+    with pytest.MonkeyPatch.context() as patch, SourceFiles([path]) as files:
+        patch.setattr(stored, "_GAP_BYTES", gap_bytes)
+        patch.setattr(stored, "_LONG_BYTES", gap_bytes)
+        patch.setattr(stored, "_BLOCK_BYTES", max(width, block_bytes))
+        patch.setattr(stored, "_PLANNED_READS", planned)
+        found = stored.read_strided(
+            files, 0, start, dtype, strides, box, lambda at, view: told.append((at, bytes(view)))
+        )
+    place = tuple(slice(low, end) for low, end in zip(box.offsets, box.ends, strict=True))
+    assert found.shape == box.sizes and found.flags.c_contiguous
+    assert found.tobytes() == whole[place].tobytes()
+    # In order, no byte twice, and none outside the span of the slice.
+    ends = [start, *(at + len(part) for at, part in told)]
+    assert all(at >= end for (at, _), end in zip(told, ends, strict=False))
+    assert all(content[at : at + len(part)].tobytes() == part for at, part in told)
+    if told:
+        steps = list(zip(box.offsets, box.sizes, strides, strict=True))
+        assert told[0][0] == start + width * sum(offset * stride for offset, _, stride in steps)
+        assert ends[-1] == start + width * (1 + sum((low + size - 1) * stride for low, size, stride in steps))
+
+
+def counted_reads(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each read."""
+    reads: list[int] = []
+    real = checkpoint.files.read_into
+
+    def reading(file: int, start: int, pieces: Any) -> None:
+        reads.append(sum(map(len, pieces)))
+        real(file, start, pieces)
+
+    monkeypatch.setattr(checkpoint.files, "read_into", reading)
+    return reads
+
+
+def test_an_expanded_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = any_bits((64,), torch.float32)
+    state = {"rows": row.expand(50, 64), "columns": row[:50, None].expand(50, 64), "huge": row[3].expand(1 << 31)}
+    torch.save(state, tmp_path / "state.pt")
+    with open_checkpoint(tmp_path / "state.pt") as checkpoint:
+        reads = counted_reads(checkpoint, monkeypatch)
+        for key in ("rows", "columns"):
+            assert_same({key: checkpoint.read(key)}, {key: state[key]})
+        assert_same({"huge": checkpoint.read("huge", slice(1 << 30, (1 << 30) + 500))}, {"huge": row[3].expand(500)})
+        assert reads == [256, 200, 4]
+
+
+def test_a_narrow_column_takes_few_reads_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = any_bits((600_000, 8), torch.uint8)
+    torch.save({"w": tensor}, tmp_path / "state.pt")
+    with open_checkpoint(tmp_path / "state.pt") as checkpoint:
+        reads = counted_reads(checkpoint, monkeypatch)
+        tracemalloc.start()
+        column = checkpoint.read_array("w", (slice(None), slice(2, 3)))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert column.tobytes() == tensor[:, 2].numpy().tobytes()
+        assert len(reads) < 10 and sum(reads) <= 8 * len(tensor)
+        assert peak_bytes < 2 * len(tensor) + (4 << 20)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

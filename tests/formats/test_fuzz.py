@@ -20,7 +20,7 @@ from reshard.cli.main import main
 from reshard.formats import manifest
 from reshard.formats.manifest import Manifest, World
 from reshard.formats.opening import open_checkpoint
-from reshard.verify.check import check
+from reshard.verify.check.run import check
 
 SECONDS_EACH = 20
 MEMORY_BYTES = 3 << 30

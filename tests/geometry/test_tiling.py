@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -92,6 +93,27 @@ def test_many_dims_take_no_exponential_time(dims: int) -> None:
     skewed = [Box((0,) * dims, (1,) * dims), Box((1,) * dims, (1,) * dims)]
     tensors = [(shape, halves), (shape, skewed), (shape, halves[:1])]
     assert inexact_tensors(*columns(tensors, dims)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("side", "dims"), [(3, 8), (2, 14), (40, 3), (60_000, 1)])
+def test_a_grid_in_many_dims_takes_time_linear_in_its_chunks(side: int, dims: int) -> None:
+    offsets = np.stack(np.unravel_index(np.arange(side**dims), (side,) * dims), axis=1).astype(np.int64)
+    sizes = np.ones_like(offsets)
+    shapes = np.full((1, dims), side, dtype=np.int64)
+    start_s = time.process_time()
+    assert inexact_tensors(shapes, np.array([0, len(offsets)]), offsets, sizes).tolist() == []
+    assert inexact_tensors(shapes, np.array([0, len(offsets) - 1]), offsets[1:], sizes[1:]).tolist() == [0]
+    moved = np.concatenate([offsets[1:2], offsets[1:]])
+    assert inexact_tensors(shapes, np.array([0, len(offsets)]), moved, sizes).tolist() == [0]
+    # All 2**14 corners of 2**14 chunks took minutes.
+    assert time.process_time() - start_s < 5
+
+
+def test_tensors_with_any_number_of_rows_and_no_elements_do_not_wrap() -> None:
+    huge = (1 << 62) - 1
+    half = [Box((0, 0), (2, 3))]
+    tensors: list[Tiled] = [((huge, 0), []), ((4, 3), half), *[((huge, 0), [])] * 3, ((4, 3), [Box((2, 0), (2, 3))])]
+    assert inexact_tensors(*columns(tensors, 2)).tolist() == [1, 5]
 
 
 def test_a_large_grid_is_proved_in_columns() -> None:

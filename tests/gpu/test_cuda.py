@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reshard.train.rng import capture_rng, reseed, restore_rng
-from reshard.verify.trace import read_trace
+from reshard.verify.traces.trace import read_trace
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,54 @@ def test_tensors_without_elements_are_there() -> None:
     layout = sharded_layout(index, tensors, tensors < 0, Mesh(4), np.full(3, 4))
     assert set(layout.tensor.tolist()) == {0, 1, 2}
     make_plan(index, layout)
+
+
+def test_tensors_with_rows_and_no_elements_take_no_room_among_the_others() -> None:
+    huge = (1 << 62) - 1
+    tensors: Tensors = [((4, 3), [Box((0, 0), (4, 3))])]
+    # Four of these went once around 64 bits, so that the last tensor lay where the first did.
+    tensors += [((huge, 0), [])] * 4 + [((4, 3), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))])]
+    index = index_of(tensors)
+    layout = layout_of(index, [(0, Box((0, 0), (4, 3))), (5, Box((0, 0), (4, 3)))])
+    assert make_plan(index, layout).source.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("shapes", [[(1 << 31, 1 << 32)], [(1, 1 << 61), (1 << 61,), (3,)]])
+def test_more_elements_than_can_be_counted_are_refused(shapes: list[tuple[int, ...]]) -> None:
+    with pytest.raises(CheckpointUnsound, match="larger than any checkpoint") as caught:
+        index_of([(shape, []) for shape in shapes])
+    assert caught.value.key == f"t{len(shapes) - 1}"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(3, 4), Mesh(1, 5), Mesh(16, 2), Mesh(4)])
+def test_each_part_goes_to_the_owner_with_the_least_to_write(mesh: Mesh) -> None:
+    """Against the rule, one part after the other."""
+    chance = np.random.default_rng(mesh.ranks)
+    shapes = [(int(rows), 3) for rows in chance.integers(1, 500, 60)]
+    index = index_of([(shape, []) for shape in shapes])
+    whole = chance.random(len(shapes)) < 0.3
+    layout = sharded_layout(index, np.arange(len(shapes)), whole, mesh, np.full(len(shapes), 4))
+    load = [0] * mesh.ranks
+    length_bytes = layout.elements * 4
+    for cut in (True, False):
+        parts = np.flatnonzero(whole[layout.tensor] != cut)
+        for part in parts[np.argsort(-length_bytes[parts], kind="stable")].tolist():
+            rank = int(layout.rank[part])
+            owners = range(rank % mesh.shard, mesh.ranks, mesh.shard) if cut else range(mesh.ranks)
+            assert load[rank] == min(load[owner] for owner in owners)
+            load[rank] += int(length_bytes[part]) + (0 if cut else 1024)
+
+
+def test_ranks_of_a_large_mesh_are_dealt_without_a_loop_over_parts() -> None:
+    count = 300
+    shapes = [(4096, 2)] * count + [()] * 10_000
+    index = index_of([(shape, []) for shape in shapes])
+    start_s = time.process_time()
+    whole = np.arange(len(shapes)) >= count
+    layout = sharded_layout(index, np.arange(len(shapes)), whole, Mesh(1024, 2), np.full(len(shapes), 4))
+    assert time.process_time() - start_s < 2
+    load = np.bincount(layout.rank, layout.elements, minlength=2048)
+    assert load.max() <= 1.05 * load.mean()
 
 
 def test_a_part_of_the_tensors_is_planned_alone() -> None:

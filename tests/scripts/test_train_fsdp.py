@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.verify.trace import TraceRow, read_trace
+from reshard.verify.traces.trace import TraceRow, read_trace
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ["scripts/train_fsdp.py", "--config", "scripts/configs/tiny.yaml"]

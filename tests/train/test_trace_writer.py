@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 from reshard import TraceWriter
 from reshard.errors import StorageError
-from reshard.verify.trace import TraceRow, read_trace
+from reshard.verify.traces.trace import TraceRow, read_trace
 
 
 def row(step: int, attempt: str = "a", **fields: Any) -> TraceRow:

@@ -27,8 +27,8 @@ from reshard.formats.fingerprint import fingerprints
 from reshard.formats.manifest import Manifest, World
 from reshard.formats.opening import open_checkpoint
 from reshard.index.index import ARCHIVE, IndexBuilder
-from reshard.verify.check import check
-from reshard.verify.report import Fault
+from reshard.verify.check.report import Fault
+from reshard.verify.check.run import check
 
 OBJECTS = {"optim.param_groups.a.lr": 0.1, "extra.note": ["x", {"y": 1}]}
 

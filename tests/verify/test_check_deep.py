@@ -18,9 +18,9 @@ from sharded import archive, places, training_state, write_sharded
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from reshard.formats.opening import open_checkpoint
-from reshard.verify import content
-from reshard.verify.check import check
-from reshard.verify.report import Fault, Report
+from reshard.verify.check import content
+from reshard.verify.check.report import Fault, Report
+from reshard.verify.check.run import check
 
 
 def deep_faults(path: Path) -> list[Fault]:

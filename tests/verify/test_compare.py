@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import UsageError
-from reshard.verify.compare import compare_traces, format_table, verdict
-from reshard.verify.trace import TraceRow
+from reshard.verify.traces.compare import compare_traces, format_table, verdict
+from reshard.verify.traces.trace import TraceRow
 
 
 def run(steps: range = range(1, 11), ranks: int = 4) -> list[TraceRow]:

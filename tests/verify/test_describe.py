@@ -17,8 +17,8 @@ from small import Small, edit_manifest
 
 import reshard
 from reshard.errors import CheckpointNotFound, CheckpointUnsound
-from reshard.verify.checklist import MISSING, NONE, PRESENT, allowed_missing
-from reshard.verify.describe import Description, describe
+from reshard.verify.describe.checklist import MISSING, NONE, PRESENT, allowed_missing
+from reshard.verify.describe.describe import Description, describe
 
 
 def save(folder: Path, content: dict[str, Any]) -> Path:

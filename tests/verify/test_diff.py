@@ -25,8 +25,8 @@ import reshard
 from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats.opening import open_checkpoint
 from reshard.index.dtypes import raw
-from reshard.verify.diff import Diff, diff
-from reshard.verify.elements import Tally, Tolerance, compare
+from reshard.verify.diff.elements import Tally, Tolerance, compare
+from reshard.verify.diff.run import Diff, diff
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import UsageError
-from reshard.verify.compare import Comparison, compare_traces
-from reshard.verify.plot import plot_traces
-from reshard.verify.trace import TraceRow
+from reshard.verify.traces.compare import Comparison, compare_traces
+from reshard.verify.traces.plot import plot_traces
+from reshard.verify.traces.trace import TraceRow
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 

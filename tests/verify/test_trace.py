@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import UsageError
-from reshard.verify.trace import TraceRow, mend_trace, read_trace
+from reshard.verify.traces.trace import TraceRow, mend_trace, read_trace
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from reshard.errors import UsageError
-from reshard.verify.trace import TraceRow
+from reshard.verify.traces.trace import TraceRow
 
 # Schedules that compute the same rate by another route differ in the last bits; a lost or shifted schedule by far more.
 LR_TOLERANCE = 1e-12

@@ -22,9 +22,9 @@ from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import FILE_NAME, Manifest
 from reshard.geometry.box import Box
-from reshard.verify.elements import Tally, Tolerance, compare
-from reshard.verify.objects import Difference, object_differences, value_differences
-from reshard.verify.pairing import Pairs, Side, pair
+from reshard.verify.diff.elements import Tally, Tolerance, compare
+from reshard.verify.diff.objects import Difference, object_differences, value_differences
+from reshard.verify.diff.pairing import Pairs, Side, pair
 
 _COMPARED_FIELDS = (
     "step", "parts", "lr", "data", "schedulers", "scaler", "rng", "extra", "optimizers",

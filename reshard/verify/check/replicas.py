@@ -16,8 +16,8 @@ from reshard.formats.torch_archive import read_tensor
 from reshard.geometry.box import row_major_strides
 from reshard.index.dtypes import FLOATS, raw, values
 from reshard.index.index import ARCHIVE, Int
-from reshard.verify.finite import slabs
-from reshard.verify.report import Fault
+from reshard.verify.check.finite import slabs
+from reshard.verify.check.report import Fault
 
 
 class _Copy(NamedTuple):

@@ -23,12 +23,12 @@ from reshard.formats.file_lengths import FileFault, file_faults
 from reshard.formats.fingerprint import object_records
 from reshard.formats.opening import open_checkpoint
 from reshard.index.index import ARCHIVE, Index, Int
-from reshard.verify import one_save
-from reshard.verify.content import Progress, read_content
-from reshard.verify.finite import Position, verdicts
-from reshard.verify.parts import Content
-from reshard.verify.replicas import replica_faults
-from reshard.verify.report import Fault, Report, faults_of
+from reshard.verify.check import one_save
+from reshard.verify.check.content import Progress, read_content
+from reshard.verify.check.finite import Position, verdicts
+from reshard.verify.check.replicas import replica_faults
+from reshard.verify.check.report import Fault, Report, faults_of
+from reshard.verify.check.spans import Content
 from reshard.verify.structure import files_beside
 
 # So many are located at once: what is held of each meanwhile takes some hundred bytes.

@@ -14,8 +14,8 @@ from reshard.formats.torch_archive import Record, read_directory
 from reshard.formats.torch_file import NAME as TORCH_FILE
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import ARCHIVE, Int
-from reshard.verify.finite import NotFinite
-from reshard.verify.report import Fault
+from reshard.verify.check.finite import NotFinite
+from reshard.verify.check.report import Fault
 
 # Reading on through a gap costs less than another call.
 _GAP_BYTES = 1 << 16

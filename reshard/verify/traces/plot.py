@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
-from reshard.verify.compare import Comparison
+from reshard.verify.traces.compare import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import Int
 from reshard.index.kinds import WEIGHTS, kind_of
-from reshard.verify.elements import have_distance
+from reshard.verify.diff.elements import have_distance
 
 MODEL_PREFIX = "model."
 

@@ -24,7 +24,7 @@ from reshard.index.dtypes import values
 from reshard.index.kinds import COUNTERS, MODEL_ROOTS, kind_of, optimizer_place
 from reshard.storage.durable import temporary_target
 from reshard.storage.steps import REPLACED, STAGING, TRASH, step_number
-from reshard.verify.report import Fault, rank_of
+from reshard.verify.check.report import Fault, rank_of
 
 # The weight and bias of a layer that was frozen may happen to be alone in a file.
 _FEWEST_COUNTERS = 3

@@ -18,8 +18,15 @@ from reshard.index.index import Index
 from reshard.index.kinds import KINDS, WEIGHTS, kinds_of
 from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps, step_number, uncommitted
-from reshard.verify.checklist import OptimizerState, Part, checklist, optimizer_state, per_rank_objects, random_states
-from reshard.verify.report import rank_of
+from reshard.verify.check.report import rank_of
+from reshard.verify.describe.checklist import (
+    OptimizerState,
+    Part,
+    checklist,
+    optimizer_state,
+    per_rank_objects,
+    random_states,
+)
 from reshard.verify.structure import files_beside
 
 _SUFFIXES = {"dcp": (".distcp",), "safetensors": (".safetensors",)}

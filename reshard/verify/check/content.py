@@ -21,10 +21,10 @@ from reshard.formats.torch_archive import read_directory
 from reshard.formats.torch_file import NAME as TORCH_FILE
 from reshard.index.dtypes import FLOATS
 from reshard.index.index import Int
-from reshard.verify.finite import ElementScan, NotFinite, is_finite
-from reshard.verify.layouts import Layouts
-from reshard.verify.parts import Content, Part, Parts, has_checksums
-from reshard.verify.report import Fault
+from reshard.verify.check.finite import ElementScan, NotFinite, is_finite
+from reshard.verify.check.layouts import Layouts
+from reshard.verify.check.report import Fault
+from reshard.verify.check.spans import Content, Part, Parts, has_checksums
 
 BLOCK_BYTES = 4 << 20
 MOST_THREADS = 4

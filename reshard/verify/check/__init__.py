@@ -1,0 +1,1 @@
+"""Is a checkpoint sound? `run` collects what the other modules find."""

@@ -1,0 +1,1 @@
+"""How do two checkpoints differ? `run` pairs and compares them."""

@@ -1,0 +1,1 @@
+"""Loss traces: reading, comparing, drawing."""
