@@ -67,11 +67,12 @@ class Ledger:
             return None
         end = start + length
         if (before := ends.pop(start, None)) is not None:
-            del starts[before[0]]
+            starts.pop(before[0], None)
             start, crc = before[0], combine(before[1], crc, length)
-        if (after_end := starts.pop(end, None)) is not None:
-            _, after_crc = ends.pop(after_end)
-            crc, end = combine(crc, after_crc, after_end - end), after_end
+        after_end = starts.pop(end, -1)
+        if (after := ends.get(after_end)) is not None and after[0] == end:
+            del ends[after_end]
+            crc, end = combine(crc, after[1], after_end - end), after_end
         if start == 0 and end == whole_bytes:
             del self._ends[record], self._starts[record]
             return crc

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import reprlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -142,10 +143,10 @@ class StoredStorage(NamedTuple):
 def persistent_storage(pid: Any) -> StoredStorage:
     """The storage that a persistent id names."""
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
-        raise CheckpointUnsound("the pickle refers to something that is not a storage", found=repr(pid)[:100])
+        raise CheckpointUnsound("the pickle refers to something that is not a storage", found=reprlib.repr(pid)[:100])
     _, kind, key, _, elements = pid
     if not (isinstance(kind, _StorageType) and isinstance(key, str) and type(elements) is int and elements >= 0):
-        raise CheckpointUnsound("the pickle refers to a storage that is not one", found=repr(pid)[:100])
+        raise CheckpointUnsound("the pickle refers to a storage that is not one", found=reprlib.repr(pid)[:100])
     return StoredStorage(key, kind.dtype, elements)
 
 
