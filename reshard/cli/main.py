@@ -21,7 +21,7 @@ from typing import Any
 
 from reshard.cli import batch, check, diff, inspect, offline, traces
 from reshard.cli.output import print_error
-from reshard.environment import is_follower
+from reshard.environment import is_follower, want_one_numpy_thread
 from reshard.errors import ReshardError, UsageError
 
 EXIT_BUG = 3
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         _accept_any_text()
+        if argv is None:
+            want_one_numpy_thread()
         code = _run(argv)
         # Flushed here, a reader that went away is noticed while it can still be handled.
         if sys.stdout is not None:
