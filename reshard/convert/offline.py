@@ -90,9 +90,9 @@ def run(
             _require_space(destination, prepared.written_bytes - sum(segment.length_bytes for segment in done))
             create_files(prepared.job, work.folder)
             # One rank says what is done: the others may look when some have begun to write.
-            work.tell("may write", sorted(done))
+            work.launch.tell("may write", sorted(done))
         else:
-            done = {Segment(*entry) for entry in work.hear("may write", 0)}
+            done = {Segment(*entry) for entry in work.launch.hear("may write", 0)}
         finished_bytes = sum(segment.length_bytes for segment in done)
         mine = _share([segment for segment in segments if segment not in done], rank, ranks)
         advance(finished_bytes // ranks)
@@ -104,9 +104,9 @@ def run(
             lambda written: work.note(*(_entry(segment, outcome) for segment, outcome in written)),
             advance,
         )
-        work.tell("written")
+        work.launch.tell("written")
         if rank == 0:
-            work.gather("written")
+            work.launch.gather("written")
             outcomes = {Segment(*entry["segment"]): _outcome(entry) for entry in work.noted()}
             _require_all(segments, outcomes, work.root)
             crcs = finish(prepared.job, work.folder, outcomes.values())

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from reshard.errors import CheckpointUnsound, ReshardError, StorageError, UsageError
-from reshard.storage.shared_work import FailedElsewhere, SharedWork
+from reshard.storage.launch import FailedElsewhere
+from reshard.storage.shared_work import SharedWork
 
 Act = Callable[[SharedWork], Any]
 
@@ -28,11 +29,11 @@ def enter(
 
 def write_part(work: SharedWork) -> Any:
     """What every rank of a launch does: its part, noted; then the first one collects and all commit."""
-    (work.folder / f"part-{work.rank}").write_text(f"of {work.rank}")
-    work.note({"part": work.rank})
-    work.tell("written", work.rank * 10)
-    told = work.gather("written") if work.rank == 0 else None
-    parts = sorted(entry["part"] for entry in work.noted()) if work.rank == 0 else None
+    (work.folder / f"part-{work.launch.rank}").write_text(f"of {work.launch.rank}")
+    work.note({"part": work.launch.rank})
+    work.launch.tell("written", work.launch.rank * 10)
+    told = work.launch.gather("written") if work.launch.rank == 0 else None
+    parts = sorted(entry["part"] for entry in work.noted()) if work.launch.rank == 0 else None
     work.commit()
     return [work.continued, told, parts]
 
@@ -120,7 +121,7 @@ def test_a_bug_of_one_rank_is_a_bug_for_all(place: Path) -> None:
 
 
 def die(work: SharedWork) -> None:
-    work.note({"part": work.rank})
+    work.note({"part": work.launch.rank})
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -183,9 +184,9 @@ def test_a_launch_is_not_misled_by_what_one_of_the_same_name_left(place: Path, e
 
     def killed_at_the_end(work: SharedWork) -> None:
         (work.folder / "stale").write_text("")
-        work.tell("may write")
-        work.tell("written")
-        work.tell("committed")
+        work.launch.tell("may write")
+        work.launch.tell("written")
+        work.launch.tell("committed")
         die(work)
 
     acts: dict[str, list[Act]] = {
