@@ -93,7 +93,7 @@ def test_large_numbers_and_keys_without_paths(tmp_path: Path) -> None:
     assert found.paths == {"w": ("w",), "o": ("o",)}
 
 
-NUMBERS = [0, 1, 255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 40) + 3, (1 << 62) + 1]
+NUMBERS = [0, 1, 255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 40) + 3, (1 << 60) + 1]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
