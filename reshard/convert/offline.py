@@ -227,9 +227,8 @@ def _verify_objects(prepared: Prepared) -> None:
         CheckpointUnsound: one is damaged.
     """
     source = prepared.checkpoint
-    numbers = {name: number for number, name in enumerate(source.index.files)}
     for key, place in prepared.selection.objects.items():
-        file = numbers[place.file]
+        file = source.index.file_number[place.file]
         for name, record in object_records(source.files, file, place, key).items():
             found = crc_of(source.files, file, place.start_bytes + record.start_bytes, record.length_bytes)
             # All zero means that the archive was saved without checksums.

@@ -154,7 +154,7 @@ class Checkpoint:
     def object_bytes(self, key: str) -> bytes:
         """The stored bytes of what is not a tensor: in DCP, a ``torch.save`` archive."""
         place = self.index.objects[key]
-        file = self.index.files.index(place.file)
+        file = self.index.file_number[place.file]
         return bytes(self.files.read(file, place.start_bytes, place.length_bytes))
 
     def _number(self, name: str) -> int:

@@ -90,11 +90,10 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
     pads = length - heads - payloads - tails
     ends = start + length
     names = [f"__{number}_0.distcp" for number in ranks.tolist()]
-    source_files = {name: number for number, name in enumerate(source.files)}
     record_of = np.empty(len(order), dtype=np.int64)
     record_of[order] = np.arange(len(order))
     copies = {
-        record: (source_files[place.file], place.start_bytes)
+        record: (source.file_number[place.file], place.start_bytes)
         for record, place in zip(record_of[:count].tolist(), objects.values(), strict=True)
     }
     output = Output(

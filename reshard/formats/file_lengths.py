@@ -70,9 +70,8 @@ def _needed_bytes(index: Index) -> Int:
     np.maximum.at(needed, index.file, index.start_bytes + index.length_bytes)
     _, row, file, start = index.replicas.T
     np.maximum.at(needed, file, start + index.length_bytes[row])
-    numbers = {name: number for number, name in enumerate(index.files)}
     for place in index.objects.values():
-        file_number = numbers[place.file]
+        file_number = index.file_number[place.file]
         needed[file_number] = max(needed[file_number], place.start_bytes + place.length_bytes)
     return needed
 

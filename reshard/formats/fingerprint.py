@@ -126,10 +126,9 @@ def object_records(files: SourceFiles, file: int, place: Place, key: str) -> dic
 
 def _object_crcs(checkpoint: Checkpoint, chosen: list[bool]) -> list[tuple[int, int, int]]:
     """File, start and CRC of the ``data.pkl`` of each object in the chosen files."""
-    numbers = {name: number for number, name in enumerate(checkpoint.index.files)}
     crcs = []
     for key, place in checkpoint.index.objects.items():
-        file = numbers[place.file]
+        file = checkpoint.index.file_number[place.file]
         if chosen[file]:
             record = object_records(checkpoint.files, file, place, key).get("data.pkl")
             crcs.append((file, place.start_bytes, 0 if record is None else record.crc))

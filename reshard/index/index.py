@@ -135,6 +135,11 @@ class Index:
         """Name -> number of the tensor."""
         return {name: number for number, name in enumerate(self.names)}
 
+    @functools.cached_property
+    def file_number(self) -> dict[str, int]:
+        """Name -> number of the file."""
+        return {name: number for number, name in enumerate(self.files)}
+
     @property
     def dims(self) -> int:
         """Columns of the box arrays: the largest number of dims, at least 1."""

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from cutting import cut_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,16 +19,7 @@ Tiled = tuple[tuple[int, ...], list[Box]]
 def tilings(draw: st.DrawFn) -> Tiled:
     """A tensor cut up at random, then perhaps with a box dropped, repeated, moved or grown."""
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-    boxes = [Box.whole(shape)]
-    for _ in range(draw(st.integers(0, 6)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, box.sizes[dim]))
-        for start, length in ((0, cut), (cut, box.sizes[dim] - cut)):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[dim] += start
-            sizes[dim] = length
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    boxes = cut_up(draw, shape)
     if draw(st.booleans()):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         change = draw(st.tuples(*[st.integers(-1, 1) for _ in shape]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cutting import cut_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,29 +41,19 @@ def layout_of(index: Index, wanted: list[tuple[int, Box]]) -> Layout:
 
 
 @st.composite
-def cut_up(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    boxes = [Box.whole(shape)]
-    for _ in range(draw(st.integers(0, 6)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, box.sizes[dim]))
-        for start, length in ((0, cut), (cut, box.sizes[dim] - cut)):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[dim] += start
-            sizes[dim] = length
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-    return draw(st.permutations(boxes))
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    return draw(st.permutations(cut_up(draw, shape)))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensors, list[tuple[int, Box]]]:
     """Tensors as they are stored, and wanted boxes: another tiling of some of them, or boxes that overlap."""
     shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=4))
-    tensors = [(shape, draw(cut_up(shape))) for shape in shapes]
+    tensors = [(shape, draw(tilings(shape))) for shape in shapes]
     wanted = []
     for number, shape in enumerate(shapes):
         if draw(st.booleans()):
-            wanted += [(number, box) for box in sorted(draw(cut_up(shape)))]
+            wanted += [(number, box) for box in sorted(draw(tilings(shape)))]
     return tensors, wanted
 
 

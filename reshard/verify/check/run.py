@@ -228,9 +228,8 @@ def _located(checkpoint: Checkpoint, files: _Files) -> _Located:
 
 def _locate_objects(checkpoint: Checkpoint, files: _Files, located: _Located) -> None:
     index = checkpoint.index
-    numbers = {name: number for number, name in enumerate(index.files)}
     for key, place in index.objects.items():
-        file = numbers[place.file]
+        file = index.file_number[place.file]
         if place.start_bytes + place.length_bytes > files.length_bytes[file]:
             located.spoilt.add(file)
             continue

@@ -79,9 +79,9 @@ class Parts:
         self._objects = [(key, index.objects[key]) for key in objects] if index.packing == ARCHIVE else []
         # Elsewhere a replica has no checksum to compare it with.
         self._replicas = replicas if index.packing == ARCHIVE else replicas[:0]
-        numbers = {name: number for number, name in enumerate(index.files)}
         object_places = np.array(
-            [(numbers[place.file], place.start_bytes, place.length_bytes) for _, place in self._objects], dtype=np.int64
+            [(index.file_number[place.file], place.start_bytes, place.length_bytes) for _, place in self._objects],
+            dtype=np.int64,
         ).reshape(-1, 3)
         replica_places = np.column_stack(
             [self._replicas[:, 2], self._replicas[:, 3], index.length_bytes[self._replicas[:, 1]]]

@@ -122,7 +122,7 @@ def _same_bytes(a: Checkpoint, b: Checkpoint, a_key: str, b_key: str) -> bool:
     for start in range(0, first.length_bytes, _BLOCK_BYTES):
         length = min(_BLOCK_BYTES, first.length_bytes - start)
         blocks = [
-            checkpoint.files.read(checkpoint.index.files.index(place.file), place.start_bytes + start, length)
+            checkpoint.files.read(checkpoint.index.file_number[place.file], place.start_bytes + start, length)
             for checkpoint, place in places
         ]
         if blocks[0] != blocks[1]:
@@ -136,7 +136,7 @@ def _read(checkpoint: Checkpoint, key: str) -> Any:
     place = checkpoint.index.objects[key]
     if place.length_bytes > MOST_OBJECT_BYTES:
         return _Undecoded(f"an object of {place.length_bytes} bytes", {})
-    path = checkpoint.files.paths[checkpoint.index.files.index(place.file)]
+    path = checkpoint.files.paths[checkpoint.index.file_number[place.file]]
     data = checkpoint.object_bytes(key)
     try:
         return _decoded(data, path)
