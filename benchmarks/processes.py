@@ -61,6 +61,7 @@ def run(command: Sequence[object], patience_s: float = PATIENCE_S) -> Finished:
         ContenderFailed: there is no such program, it fails, or takes longer than ``patience_s``.
     """
     surroundings = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    surroundings.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is not compiled at every start
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as talk:
         started = time.perf_counter()
         try:

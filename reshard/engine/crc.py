@@ -7,11 +7,11 @@ that of zlib's ``crc32_combine``; the bits of a CRC-32 are reflected, so x**0 is
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Iterable
 
 from reshard.errors import CheckpointUnsound
 from reshard.storage.byte_ranges import SourceFiles
+from reshard.storage.crc32 import crc32
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
@@ -100,7 +100,7 @@ def crc_of(files: SourceFiles, file: int, start: int, length: int) -> int:
     crc = 0
     while length:
         data = files.read(file, start, min(length, _BLOCK_BYTES))
-        crc = zlib.crc32(data, crc)
+        crc = crc32(data, crc)
         start, length = start + len(data), length - len(data)
     return crc
 

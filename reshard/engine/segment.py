@@ -12,7 +12,6 @@ zero, and the parts are returned.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from reshard.engine.blocks import PAGE_BYTES, BlockFile
 from reshard.engine.crc import Ledger, combine
 from reshard.engine.spans import Job, Span, spans_of
 from reshard.errors import CheckpointUnsound
+from reshard.storage.crc32 import crc32
 
 # Reading on through a gap (what surrounds the records of the source) costs less than another call.
 _GAP_BYTES = 4096
@@ -275,20 +275,20 @@ class SegmentWriter:
     def _sum(self, part: _Part) -> None:
         before = self._crc.get(part.record)
         if part.row < 0:
-            self._crc[part.record] = zlib.crc32(part.view, before or 0)
+            self._crc[part.record] = crc32(part.view, before or 0)
             return
-        crc = zlib.crc32(part.view)
+        crc = crc32(part.view)
         self._note_source_crc(part.row, part.place, len(part.view), crc)
         if not before:
             self._crc[part.record] = crc
         elif len(part.view) < _COMBINED_BYTES:
-            self._crc[part.record] = zlib.crc32(part.view, before)
+            self._crc[part.record] = crc32(part.view, before)
         else:
             self._crc[part.record] = combine(before, crc, len(part.view))
 
     def _note_source(self, row: int, place: int, content: memoryview) -> None:
         if self._job.source.payloads.crc[row] >= 0:
-            self._note_source_crc(row, place, len(content), zlib.crc32(content))
+            self._note_source_crc(row, place, len(content), crc32(content))
 
     def _note_source_crc(self, row: int, place: int, length: int, crc: int) -> None:
         payloads = self._job.source.payloads

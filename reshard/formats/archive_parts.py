@@ -19,11 +19,11 @@ from __future__ import annotations
 import functools
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 
 from reshard.geometry.box import row_major_strides
 from reshard.index.dtypes import ITEM_BYTES
+from reshard.storage.crc32 import crc32
 
 ALIGNMENT = 64
 _FOLDER = "archive"
@@ -58,7 +58,7 @@ def head(dtype: str, shape: tuple[int, ...], length_bytes: int) -> bytes:
     """Everything before the elements."""
     records = []
     for name, content in (("data.pkl", _pickle(dtype, shape)), *_SMALL.items()):
-        crc = zlib.crc32(content)
+        crc = crc32(content)
         records += [_local(name, crc, len(content), 0, b""), content]
     start = sum(map(len, records))
     zip64 = struct.pack("<HHQQ", 1, 16, 0, 0) if length_bytes >= ZIP64_BYTES else b""
@@ -86,7 +86,7 @@ def _tail_pattern(dtype: str, shape: tuple[int, ...], length_bytes: int, pad_byt
     position = 0
     for name in _NAMES[:-1]:
         content = contents[name]
-        central.append(_central(name, zlib.crc32(content), len(content), position, 0))
+        central.append(_central(name, crc32(content), len(content), position, 0))
         position += len(_local(name, 0, 0, 0, b"")) + len(content)
     place = len(descriptor) + pad_bytes + sum(map(len, central)) + _CRC_IN_CENTRAL_HEADER
     central.append(_central(_NAMES[-1], 0, length_bytes, position, 8))

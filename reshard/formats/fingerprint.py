@@ -8,7 +8,6 @@ of elements. The manifest keeps the fingerprints under ``files``.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from reshard.formats.tagged import Json
 from reshard.formats.torch_archive import Record, read_directory
 from reshard.index.index import ARCHIVE, Place
 from reshard.storage.byte_ranges import SourceFiles
+from reshard.storage.crc32 import crc32
 
 # An archive up to this length is read at once, rather than record by record.
 _SMALL_BYTES = 1 << 16
@@ -74,7 +74,7 @@ def fingerprints(checkpoint: Checkpoint, files: Collection[int] | None = None) -
 
 def fingerprint(length_bytes: int, crcs: NDArray[np.generic]) -> Fingerprint:
     """Of a file of this length, with the CRC-32s of its contents in the order of their starts."""
-    return Fingerprint(length_bytes, f"{zlib.crc32(crcs.astype('<u4').tobytes()):08x}")
+    return Fingerprint(length_bytes, f"{crc32(crcs.astype('<u4').tobytes()):08x}")
 
 
 def fingerprint_written(path: Path, archives: Iterable[tuple[int, int, bool]]) -> Fingerprint:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,6 +20,7 @@ from reshard.formats.torch_archive import read_directory
 from reshard.formats.torch_file import NAME as TORCH_FILE
 from reshard.index.dtypes import FLOATS
 from reshard.index.index import Int
+from reshard.storage.crc32 import crc32
 from reshard.verify.check.finite import ElementScan, NotFinite, is_finite
 from reshard.verify.check.layouts import Layouts
 from reshard.verify.check.report import Fault
@@ -150,7 +150,7 @@ class _Reading:
 
     def _is_sound(self, record: bytes, crc: int | None, rows: tuple[int, ...]) -> bool:
         """Whether there is nothing to say of a record, which is nearly always so."""
-        if crc is not None and zlib.crc32(record) != crc:
+        if crc is not None and crc32(record) != crc:
             return False
         index = self._checkpoint.index
         return all(is_finite(record, index.dtypes[int(index.owner[row])]) for row in rows)
@@ -170,7 +170,7 @@ class _Reading:
         found = 0
         for position, block in read.blocks(start, length):
             if crc is not None:
-                found = zlib.crc32(block, found)
+                found = crc32(block, found)
             for scan in scans:
                 scan.feed(position, block)
         if crc is not None and found != crc:
