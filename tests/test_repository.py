@@ -210,6 +210,7 @@ def test_the_command_line_is_frozen() -> None:
             "--only",
             "--world-size",
         ],
+        "prune": ["--debug", "--dry-run", "--help", "--json", "--keep", "--keep-best", "--keep-every"],
     }
 
 

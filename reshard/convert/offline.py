@@ -25,13 +25,12 @@ from reshard.engine.spans import Job
 from reshard.environment import control_timeout_s, launched_as
 from reshard.errors import CheckpointUnsound, StorageError, UsageError
 from reshard.formats import dcp_metadata, manifest
-from reshard.formats.fingerprint import fingerprint, object_records
-from reshard.index.index import Int, Place
-from reshard.storage.durable import storage_errors, write_atomic
+from reshard.formats.fingerprint import object_records, written_fingerprints
+from reshard.storage.durable import require_space, storage_errors, write_atomic
 from reshard.storage.shared_work import SharedWork
 from reshard.storage.steps import step_number
 
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def run(
         segments = segments_of(prepared.job)
         if rank == 0:
             done = _done(prepared.job, work)
-            _require_space(destination, prepared.written_bytes - sum(segment.length_bytes for segment in done))
+            require_space(destination, prepared.written_bytes - sum(segment.length_bytes for segment in done))
             create_files(prepared.job, work.folder)
             # One rank says what is done: the others may look when some have begun to write.
             work.launch.tell("may write", sorted(done))
@@ -116,7 +115,9 @@ def run(
                     shutil.copyfile(path, work.folder / path.name)
             write_atomic(work.folder / dcp_metadata.FILE_NAME, prepared.metadata)
             if prepared.manifest is not None:
-                marked = replace(prepared.manifest, files=_fingerprints(prepared, crcs))
+                marks = written_fingerprints(output, prepared.files.objects, prepared.checkpoint.files, crcs)
+                files: dict[str, Any] = {name: mark.to_json() for name, mark in marks.items()}
+                marked = replace(prepared.manifest, files=files)
                 write_atomic(work.folder / manifest.FILE_NAME, manifest.to_bytes(marked))
         work.commit()
     return Summary(
@@ -242,23 +243,6 @@ def _verify_objects(prepared: Prepared) -> None:
                 )
 
 
-def _fingerprints(prepared: Prepared, crcs: Int) -> dict[str, Any]:
-    """What the manifest says of each file that was written."""
-    output, source = prepared.files.output, prepared.checkpoint
-    crcs = crcs.copy()
-    # An object was copied as a whole; what stands for it is the CRC of the pickle in it.
-    for key, record in zip(prepared.files.objects, output.copies, strict=True):
-        file, start = output.copies[record]
-        place = Place("", start, int(output.payload_bytes[record]))
-        pickled = object_records(source.files, file, place, key).get("data.pkl")
-        crcs[record] = 0 if pickled is None else pickled.crc
-    first, lengths = output.first.tolist(), output.length_bytes.tolist()
-    return {
-        name: fingerprint(length, crcs[first[file] : first[file + 1]]).to_json()
-        for file, (name, length) in enumerate(zip(output.names, lengths, strict=True))
-    }
-
-
 def _require_all(segments: Sequence[Segment], outcomes: dict[Segment, Outcome], root: Path) -> None:
     missing = [segment for segment in segments if segment not in outcomes]
     if missing:
@@ -268,20 +252,4 @@ def _require_all(segments: Sequence[Segment], outcomes: dict[Segment, Outcome], 
             expected=len(segments),
             found=len(segments) - len(missing),
             hint="the nodes do not share this file system, or it shows files late: start again",
-        )
-
-
-def _require_space(destination: Path, needed_bytes: int) -> None:
-    parent = destination.parent
-    while not parent.exists():
-        parent = parent.parent
-    with storage_errors("read the free space of", parent):
-        free_bytes = shutil.disk_usage(parent).free
-    if free_bytes < needed_bytes:
-        raise StorageError(
-            "not enough space for the new checkpoint",
-            path=destination,
-            expected=f"{needed_bytes} bytes free",
-            found=f"{free_bytes}",
-            hint="free space there, or write to another file system",
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats import dcp_metadata
+from reshard.formats.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,30 @@ class StoredState:
     paths: Mapping[str, tuple[str | int, ...]]
 
     @classmethod
-    def open(cls, folder: Path) -> StoredState:
-        """Reads ``.metadata``; no tensor, and nothing that is not on the allow-list.
+    def of(cls, checkpoint: Checkpoint) -> StoredState:
+        """The keys of an opened checkpoint.
 
         Raises:
-            CheckpointUnsound: it is absent, damaged, or names what it should not.
+            CheckpointUnsound: a dtype that this torch does not have.
         """
-        metadata = dcp_metadata.read(folder)
-        index = metadata.index
+        index, folder = checkpoint.index, checkpoint.path
         tensors = {
-            key: TensorSpec(torch.Size(shape), _dtype(dtype, key, folder))
+            key: TensorSpec(torch.Size(shape), torch_dtype(dtype, key, folder))
             for key, dtype, shape in zip(index.names, index.dtypes, index.shapes, strict=True)
         }
-        return cls(folder, tensors, frozenset(index.objects), metadata.paths)
+        return cls(folder, tensors, frozenset(index.objects), checkpoint.paths)
 
     @property
     def keys(self) -> set[str]:
         return set(self.tensors) | self.objects
 
 
-def _dtype(name: str, key: str, folder: Path) -> torch.dtype:
+def torch_dtype(name: str, key: str, folder: Path) -> torch.dtype:
+    """The dtype of a name.
+
+    Raises:
+        CheckpointUnsound: this torch has none of that name.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointUnsound(
@@ -68,6 +72,27 @@ def _dtype(name: str, key: str, folder: Path) -> torch.dtype:
             hint=f"this is torch {torch.__version__}: load it with the release that wrote it, or a later one",
         )
     return dtype
+
+
+def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether casting may change a value. Between kinds (int and float) it always may."""
+    if source == target:
+        return False
+    if number_kind(source) != number_kind(target):
+        return True
+    try:
+        if source.is_floating_point or source.is_complex:
+            a, b = torch.finfo(source), torch.finfo(target)
+            return b.eps > a.eps or b.max < a.max or b.smallest_normal > a.smallest_normal
+        whole, other = torch.iinfo(source), torch.iinfo(target)
+    except TypeError:
+        return True
+    return other.max < whole.max or other.min > whole.min
+
+
+def number_kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Whether it is a float, a complex number, a truth value; none of them: an integer."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def nested(values: Mapping[tuple[str | int, ...], Any]) -> Any:

@@ -16,8 +16,23 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_box
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["METADATA_CLASSES", "OBJECT_CLASSES", "ShardedTensor", "empty_sharded_like"]
+__all__ = [
+    "METADATA_CLASSES",
+    "OBJECT_CLASSES",
+    "ShardedTensor",
+    "empty_sharded_like",
+    "is_traceable_wrapper_subclass",
+    "local_box",
+]
+
+# ``local_box(shape, mesh, placements)``: sizes and offsets of this rank's part of a DTensor; () for the offsets where
+# it has none. Public code can learn them only from methods of DTensor that are private as well.
+
+# ``is_traceable_wrapper_subclass(tensor)``: whether it is made of other tensors, as quantised weights are. Nothing
+# public tells.
 
 # The classes that torch itself pickles into a DCP ``.metadata``: the allow-list for reading one. Two of them, and the
 # function that stands for a layout, have no public name.

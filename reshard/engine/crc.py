@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable
 
 from reshard.errors import CheckpointUnsound
+from reshard.formats.checkpoint import Checkpoint
 from reshard.storage.byte_ranges import SourceFiles
 from reshard.storage.crc32 import crc32
 
@@ -118,3 +119,22 @@ def combined(parts: Iterable[tuple[int, int, int]]) -> int:
         crc = combine(crc, part, length) if position else part
         position += length
     return crc
+
+
+def require_crc(source: Checkpoint, row: int, found: int) -> None:
+    """Passes where a stored record has the checksum that its file states.
+
+    Raises:
+        CheckpointUnsound: it has not.
+    """
+    expected = int(source.payloads.crc[row])
+    if found != expected:
+        index = source.index
+        raise CheckpointUnsound(
+            f"damaged: the checksum of the chunk {index.box(row)} is wrong",
+            path=source.files.paths[int(index.file[row])],
+            key=index.names[int(index.owner[row])],
+            expected=f"CRC-32 {expected:08x}",
+            found=f"{found:08x}",
+            hint="copy the file again, or use another step",
+        )

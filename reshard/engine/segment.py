@@ -18,13 +18,11 @@ from typing import NamedTuple
 
 from reshard.engine.bands import banded
 from reshard.engine.blocks import PAGE_BYTES, BlockFile
-from reshard.engine.crc import Ledger, combine
+from reshard.engine.crc import Ledger, combine, require_crc
 from reshard.engine.spans import Job, Span, spans_of
-from reshard.errors import CheckpointUnsound
+from reshard.storage.byte_ranges import Read
 from reshard.storage.crc32 import crc32
 
-# Reading on through a gap (what surrounds the records of the source) costs less than another call.
-_GAP_BYTES = 4096
 # From here on putting checksums together costs less than computing one twice.
 _COMBINED_BYTES = 1 << 16
 
@@ -63,12 +61,6 @@ class Outcome:
 
 class Cancelled(Exception):
     """Another thread failed; this one stopped at a block."""
-
-
-class _Read(NamedTuple):
-    file: int
-    place: int
-    view: memoryview
 
 
 class _Part(NamedTuple):
@@ -116,7 +108,7 @@ class SegmentWriter:
         self._is_cancelled = is_cancelled
         self._block_start = segment.start
         self._filled = 0
-        self._reads: list[_Read] = []
+        self._reads: list[Read] = []
         self._pending: list[_Part | _Tail] = []
         self._crc: dict[int, int] = {}
         self._whole: dict[int, int] = {}
@@ -183,7 +175,7 @@ class SegmentWriter:
                     inside = place - int(payloads.record_start_bytes[span.row])
                     view[:] = content[inside : inside + len(view)]
                 else:
-                    self._reads.append(_Read(span.file, place, view))
+                    self._reads.append(Read(span.file, place, view))
                 self._pending.append(_Part(record, view, span.row, place))
                 begin += len(view)
 
@@ -245,32 +237,14 @@ class SegmentWriter:
 
     def _settle(self) -> None:
         """Does the reads that were noted down, and whatever waits for their content."""
-        self._read()
+        self._job.source.files.read_all(self._reads)
+        self._reads.clear()
         for item in self._pending:
             if isinstance(item, _Tail):
                 item.view[:] = self._tail_of(item.record)
             else:
                 self._sum(item)
         self._pending.clear()
-
-    def _read(self) -> None:
-        """Fills all views, in the order of the source files; neighbours in one call, with what lies between them."""
-        files = self._job.source.files
-        run: list[memoryview] = []
-        file, start, end = -1, 0, 0
-        for read in sorted(self._reads, key=lambda read: read[:2]):
-            gap = read.place - end
-            if read.file != file or not 0 <= gap <= _GAP_BYTES:
-                if run:
-                    files.read_into(file, start, run)
-                file, start, run = read.file, read.place, []
-            elif gap:
-                run.append(memoryview(bytearray(gap)))
-            run.append(read.view)
-            end = read.place + len(read.view)
-        if run:
-            files.read_into(file, start, run)
-        self._reads.clear()
 
     def _sum(self, part: _Part) -> None:
         before = self._crc.get(part.record)
@@ -299,22 +273,4 @@ class SegmentWriter:
         whole = int(payloads.record_bytes[row])
         found = crc if length == whole else self._ledger.add(row, start, length, crc, whole)
         if found is not None:
-            require_crc(self._job, row, found)
-
-
-def require_crc(job: Job, row: int, found: int) -> None:
-    """Passes where a stored record has the checksum that its file states.
-
-    Raises:
-        CheckpointUnsound: it has not.
-    """
-    expected = int(job.source.payloads.crc[row])
-    if found != expected:
-        index = job.source.index
-        raise CheckpointUnsound(
-            f"damaged: the checksum of the chunk {index.box(row)} is wrong",
-            path=job.source.files.paths[int(index.file[row])],
-            key=index.names[int(index.owner[row])],
-            expected=f"CRC-32 {expected:08x}",
-            found=f"{found:08x}",
-        )
+            require_crc(self._job.source, row, found)

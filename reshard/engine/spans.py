@@ -104,15 +104,15 @@ def _moves(job: Job, pieces: Int, rows: Int) -> tuple[NDArray[np.bool_], Int, In
     low, sizes = piece_boxes(index, layout, job.plan, pieces)
     # A dtype without a width is that of a tensor which is not copied.
     width = np.array([ITEM_BYTES.get(dtype, 0) for dtype in index.dtypes], dtype=np.int64)[index.owner[rows]]
-    in_chunk = _first_element(low - index.offsets[rows], index.sizes[rows])
-    in_box = _first_element(low - layout.offsets[wanted], layout.sizes[wanted])
-    dense = _lie_together(sizes, index.sizes[rows]) & _lie_together(sizes, layout.sizes[wanted])
+    in_chunk = first_element(low - index.offsets[rows], index.sizes[rows])
+    in_box = first_element(low - layout.offsets[wanted], layout.sizes[wanted])
+    dense = lie_together(sizes, index.sizes[rows]) & lie_together(sizes, layout.sizes[wanted])
     if job.source.payloads.strides:
         dense &= ~np.isin(rows, np.array(list(job.source.payloads.strides), dtype=np.int64))
     return dense, in_chunk * width, in_box * width, sizes.prod(axis=1) * width
 
 
-def _first_element(position: Int, sizes: Int) -> Int:
+def first_element(position: Int, sizes: Int) -> Int:
     """Row-major number of the element at a position, in a box of these sizes."""
     number = np.zeros(len(position), dtype=np.int64)
     for dim in range(sizes.shape[1]):
@@ -120,7 +120,7 @@ def _first_element(position: Int, sizes: Int) -> Int:
     return number
 
 
-def _lie_together(part: Int, whole: Int) -> NDArray[np.bool_]:
+def lie_together(part: Int, whole: Int) -> NDArray[np.bool_]:
     """Whether the elements of a part follow one another in the row-major order of the whole."""
     together = np.ones(len(part), dtype=bool)
     begun = np.zeros(len(part), dtype=bool)

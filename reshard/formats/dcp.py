@@ -8,6 +8,7 @@ from pathlib import Path
 from reshard.errors import CheckpointUnsound
 from reshard.formats import dcp_metadata, dcp_ranks, manifest
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp_metadata import DcpMetadata
 from reshard.formats.dcp_payloads import DcpPayloads
 from reshard.formats.manifest import Manifest
 from reshard.storage.byte_ranges import SourceFiles
@@ -28,6 +29,17 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
     """
     ranks = {} if (folder / dcp_metadata.FILE_NAME).exists() else dcp_ranks.metadata_files([folder, *also])
     metadata = dcp_ranks.read(folder, ranks) if ranks else dcp_metadata.read(folder)
+    described_by = [path.name for path in ranks.values()] or [dcp_metadata.FILE_NAME]
+    return opened(folder, metadata, also, described_by)
+
+
+def opened(
+    folder: Path,
+    metadata: DcpMetadata,
+    also: Sequence[Path] = (),
+    described_by: Sequence[str] = (dcp_metadata.FILE_NAME,),
+) -> Checkpoint:
+    """As `open_dcp`, for metadata that is in memory already, from the files ``described_by``."""
     if metadata.transforms:
         raise CheckpointUnsound(
             "its bytes went through stream transforms",
@@ -50,10 +62,7 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
         payloads=payloads.known,
         locate=payloads.locate,
         version=metadata.version,
-        metadata_files=(
-            *(path.name for path in ranks.values() or [folder / dcp_metadata.FILE_NAME]),
-            manifest.FILE_NAME,
-        ),
+        metadata_files=(*described_by, manifest.FILE_NAME),
     )
 
 

@@ -59,13 +59,22 @@ class _Archives:
         return self.dtypes[number], tuple(self.layout.sizes[box, :dims].tolist())
 
 
-def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: Mapping[str, Place]) -> DcpFiles:
-    """Places every box of a layout in its rank's file, behind the objects, which all lie in the first.
+def lay_out_dcp(
+    source: Index,
+    layout: Layout,
+    dtypes: Sequence[str],
+    objects: Mapping[str, Place],
+    objects_rank: int = 0,
+    generation: int = 0,
+) -> DcpFiles:
+    """Places every box of a layout in its rank's file, and the objects behind those of one rank.
 
     Args:
         source: the index that the layout is of.
         dtypes: of each tensor of ``source`` as it is to be written.
         objects: stored objects to copy, by key.
+        objects_rank: into whose file.
+        generation: the second number in the names of the files.
     """
     # A dtype that cannot be written is that of a tensor which is not in the layout.
     widths = np.array([ITEM_BYTES.get(dtype, 0) for dtype in dtypes], dtype=np.int64)
@@ -75,26 +84,27 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
     copied = np.array([place.length_bytes for place in objects.values()], dtype=np.int64)
     count = len(copied)
 
-    rank = np.concatenate([np.zeros(count, dtype=np.int64), layout.rank])
+    boxes = len(layout.tensor)
+    rank = np.concatenate([layout.rank, np.full(count, objects_rank)])
     order = np.argsort(rank, kind="stable")
     ranks, file = np.unique(rank[order], return_inverse=True)
-    length = np.concatenate([copied, archive])[order]
+    length = np.concatenate([archive, copied])[order]
     taken = -(-length // ALIGNMENT) * ALIGNMENT
     first = first_records(file, len(ranks))
     start = np.cumsum(taken) - taken
     start -= start[first[:-1]][file] if len(file) else start
-    heads = np.concatenate([np.zeros(count, dtype=np.int64), head])[order]
-    payloads = np.concatenate([copied, payload])[order]
-    box = np.concatenate([np.full(count, -1), np.arange(len(layout.tensor))])[order]
-    tails = np.concatenate([np.zeros(count, dtype=np.int64), tail])[order]
+    heads = np.concatenate([head, np.zeros(count, dtype=np.int64)])[order]
+    payloads = np.concatenate([payload, copied])[order]
+    box = np.concatenate([np.arange(boxes), np.full(count, -1)])[order]
+    tails = np.concatenate([tail, np.zeros(count, dtype=np.int64)])[order]
     pads = length - heads - payloads - tails
     ends = start + length
-    names = [f"__{number}_0.distcp" for number in ranks.tolist()]
+    names = [f"__{number}_{generation}.distcp" for number in ranks.tolist()]
     record_of = np.empty(len(order), dtype=np.int64)
     record_of[order] = np.arange(len(order))
     copies = {
         record: (source.file_number[place.file], place.start_bytes)
-        for record, place in zip(record_of[:count].tolist(), objects.values(), strict=True)
+        for record, place in zip(record_of[boxes:].tolist(), objects.values(), strict=True)
     }
     output = Output(
         names=names,
@@ -112,9 +122,9 @@ def lay_out_dcp(source: Index, layout: Layout, dtypes: Sequence[str], objects: M
     )
     written = {
         key: Place(names[int(file[record])], int(start[record]), int(length[record]))
-        for key, record in zip(objects, record_of[:count].tolist(), strict=True)
+        for key, record in zip(objects, record_of[boxes:].tolist(), strict=True)
     }
-    index = _index(source, layout, dtypes, output, record_of[count:], written)
+    index = _index(source, layout, dtypes, output, record_of[:boxes], written)
     return DcpFiles(output, index, written)
 
 

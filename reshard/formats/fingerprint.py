@@ -9,7 +9,6 @@ of elements. The manifest keeps the fingerprints under ``files``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +17,10 @@ from numpy.typing import NDArray
 from reshard.errors import CheckpointUnsound
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import Manifest
+from reshard.formats.output import Output
 from reshard.formats.tagged import Json
 from reshard.formats.torch_archive import Record, read_directory
-from reshard.index.index import ARCHIVE, Place
+from reshard.index.index import ARCHIVE, Int, Place
 from reshard.storage.byte_ranges import SourceFiles
 from reshard.storage.crc32 import crc32
 
@@ -77,22 +77,28 @@ def fingerprint(length_bytes: int, crcs: NDArray[np.generic]) -> Fingerprint:
     return Fingerprint(length_bytes, f"{crc32(crcs.astype('<u4').tobytes()):08x}")
 
 
-def fingerprint_written(path: Path, archives: Iterable[tuple[int, int, bool]]) -> Fingerprint:
-    """Of a file just written, from the ends of its archives.
+def written_fingerprints(
+    output: Output, objects: Iterable[str], source: SourceFiles, crcs: Int
+) -> dict[str, Fingerprint]:
+    """Of files just written.
 
     Args:
-        archives: start, length, and whether it holds a tensor.
-
-    Raises:
-        CheckpointUnsound, StorageError: what is in the file is not what was written.
+        output: the files.
+        objects: keys of the records that are copies, in their order.
+        source: what these were copied from.
+        crcs: of the payload of each record.
     """
-    crcs = []
-    with SourceFiles([path]) as files:
-        for start, length, is_tensor in sorted(archives):
-            records = object_records(files, 0, Place(path.name, start, length), path.name)
-            record = records.get("data/0" if is_tensor else "data.pkl")
-            crcs.append(0 if record is None else record.crc)
-        return fingerprint(files.size_bytes(0), np.array(crcs, dtype=np.int64))
+    crcs = crcs.copy()
+    # An object was copied as a whole; what stands for it is the CRC of the pickle in it.
+    for key, (record, (file, start)) in zip(objects, output.copies.items(), strict=True):
+        place = Place("", start, int(output.payload_bytes[record]))
+        pickled = object_records(source, file, place, key).get("data.pkl")
+        crcs[record] = 0 if pickled is None else pickled.crc
+    first, lengths = output.first.tolist(), output.length_bytes.tolist()
+    return {
+        name: fingerprint(length, crcs[first[file] : first[file + 1]])
+        for file, (name, length) in enumerate(zip(output.names, lengths, strict=True))
+    }
 
 
 def recorded(manifest: Manifest) -> dict[str, Fingerprint] | None:

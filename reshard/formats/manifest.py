@@ -23,6 +23,7 @@ UTF-8 JSON, one object, with these fields in format 2; a reader ignores any that
     saved_at     ISO 8601
     files        optional: {file: {"bytes": int, "records": str}}, the fingerprints of the files with the tensors
                  (``reshard.formats.fingerprint``), by which a file of another save is found out
+    metrics      optional: {name: float or null}, what the run measured at this step; null for NaN and infinities
 
 States are tagged JSON (``reshard.formats.tagged``). NaN and Infinity, which are not JSON, and duplicate keys, of which
 parsers keep one or the other, are forbidden.
@@ -36,7 +37,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,11 +80,46 @@ class Manifest:
     versions: dict[str, str]
     saved_at: str
     files: dict[str, dict[str, Any]] | None = None
+    metrics: dict[str, float | None] | None = None
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
     """Whether the folder has a manifest, readable or not."""
     return (Path(folder) / FILE_NAME).exists()
+
+
+def metric(folder: str | os.PathLike[str], name: str) -> float | None:
+    """What is recorded of a metric in a folder's manifest; None where nothing is, or the manifest cannot be used.
+
+    Raises:
+        StorageError: the file system failed to read it.
+    """
+    try:
+        metrics = read(folder).metrics or {}
+    except CheckpointUnsound:
+        return None
+    return metrics.get(name)
+
+
+def as_metrics(given: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Measured values as the manifest has them: floats by name, None for NaN and infinities.
+
+    Raises:
+        UsageError: a name is not a string, or a value not one number.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError("not metrics", key="metrics", expected=_METRICS, found=_shown(given))
+    metrics: dict[str, float | None] = {}
+    for name, value in (given or {}).items():
+        try:
+            if type(name) is not str or isinstance(value, (str, bytes)):
+                raise TypeError
+            number = float(value)
+        # RuntimeError is what tensors of several elements raise.
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise UsageError("not a metric", key=f"metrics[{name!r}]", expected=_METRICS, found=_shown(value)) from None
+        metrics[name] = number if math.isfinite(number) else None
+    return metrics
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -239,6 +275,10 @@ def _is_number(value: object) -> bool:
     return (type(value) is int and abs(value) <= 1 << 53) or (type(value) is float and math.isfinite(value))
 
 
+def _is_number_or_null(value: object) -> bool:
+    return value is None or _is_number(value)
+
+
 def _is_part(value: object) -> bool:
     return value in ("saved", "none")
 
@@ -266,6 +306,7 @@ def _object_of(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: type(value) is dict and all(map(is_right, value.values()))
 
 
+_METRICS = 'numbers by name, such as {"loss": 1.2}'
 _CRC = re.compile(r"[0-9a-f]{8}")
 _Check = tuple[str, Callable[[object], bool]]
 
@@ -280,7 +321,7 @@ _FIELDS: dict[str, _Check] = {
     "attempt": ("a string", _is_text),
     "world": ("an object", _is_object),
     "parts": ('an object of "saved" or "none"', _object_of(_is_part)),
-    "lr": ("a list of numbers or null", _list_of(lambda value: value is None or _is_number(value))),
+    "lr": ("a list of numbers or null", _list_of(_is_number_or_null)),
     "batch": ("an object or null", _is_object_or_null),
     "data": ("any", _is_any),
     "schedulers": ("an object", _is_object),
@@ -293,4 +334,5 @@ _FIELDS: dict[str, _Check] = {
 }
 _OPTIONAL_FIELDS: dict[str, _Check] = {
     "files": ("an object of bytes and 8 hex digits of records", _object_of(_is_fingerprint)),
+    "metrics": ("an object of numbers or null", _object_of(_is_number_or_null)),
 }

@@ -147,7 +147,7 @@ def fsync_tree(folder: _Place) -> None:
             folders.append(Path(parent))
             for path in (Path(parent, name) for name in names):
                 if stat.S_ISREG(path.lstat().st_mode):
-                    _fsync_file(path)
+                    fsync_file(path)
     for path in reversed(folders):
         _fsync_folder(path)
 
@@ -214,7 +214,12 @@ def remove_tree(folder: _Place) -> None:
                     shutil.rmtree(path)
 
 
-def _fsync_file(path: Path) -> None:
+def fsync_file(path: Path) -> None:
+    """Makes the content of a file durable.
+
+    Raises:
+        StorageError: the file system refused.
+    """
     with storage_errors("flush", path):
         _fsync(path)
 
@@ -235,3 +240,24 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_space(destination: Path, needed_bytes: int) -> None:
+    """Passes where the file system of a path, which need not exist, has room for so many bytes.
+
+    Raises:
+        StorageError: it has not.
+    """
+    parent = destination.parent
+    while not parent.exists():
+        parent = parent.parent
+    with storage_errors("read the free space of", parent):
+        free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            "not enough space for the new checkpoint",
+            path=destination,
+            expected=f"{needed_bytes} bytes free",
+            found=f"{free_bytes}",
+            hint="free space there, or write to another file system",
+        )

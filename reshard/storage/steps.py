@@ -1,13 +1,14 @@
-"""The step folders of a run directory: their names, their listing, their retention.
+"""The step folders of a run directory: their names, their listing, their deletion.
 
     run/
       step-40/                  a committed step; exactly `step-` and a decimal number without leading zeros
       step-80/
       .staging-step-120-<a>/    being written by attempt a
-      .replaced-step-80-<a>/    set aside by attempt a until the new step-80 is in place
+      .replaced-step-80-<a>/    set aside by attempt a until the new step-80 is in place, or on its way to the trash
       .trash-step-20-<token>/   being deleted
       abandoned-step-160-<token>/   a step past the one to which the run was set back; kept, for the user to delete
       ATTEMPT                   which attempt owns the run (see `reshard.storage.commit`)
+      PINNED-step-40            step 40 is never removed (see `reshard.storage.retention`)
 
 A step exists when a folder has its name: folders get that name whole and lose it whole, by one rename each. So a
 listing needs no marker files, and whoever lists while others commit and prune sees complete steps only (a step that
@@ -19,7 +20,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,40 +120,3 @@ def move_to_trash(path: Path) -> None:
             raise
         return
     remove_tree(trash)
-
-
-def prune(run_dir: str | os.PathLike[str], keep_latest_k: int, is_sound: Callable[[Path], bool]) -> list[int]:
-    """Remove the committed steps older than the newest `keep_latest_k`, but never the newest sound one.
-
-    `is_sound` is asked newest first and up to the first sound step only, and not at all where nothing is to be removed.
-    Where no step is sound at all nothing is removed: none of those that stay could stand in for one that goes.
-
-    Returns:
-        The steps removed, ascending.
-
-    Raises:
-        UsageError: `keep_latest_k` is below 1.
-        StorageError: the file system refused; steps before it in order are removed, the others are whole.
-    """
-    if keep_latest_k < 1:
-        raise UsageError(
-            "retention must keep at least one step",
-            path=run_dir,
-            key="keep_latest_k",
-            expected="1 or more",
-            found=keep_latest_k,
-            hint="keep 1 or more, or turn retention off",
-        )
-    steps = committed_steps(run_dir)
-    older = steps[:-keep_latest_k]
-    if not older:
-        return []
-    newest_sound = next((folder for folder in reversed(steps) if is_sound(folder.path)), None)
-    if newest_sound is None:
-        return []
-    removed = []
-    for folder in older:
-        if folder != newest_sound:
-            move_to_trash(folder.path)
-            removed.append(folder.step)
-    return removed

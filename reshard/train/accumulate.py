@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.batch.plan import BatchPlan
+from reshard.dcp.ranks import all_ranks
 from reshard.errors import UsageError
 from reshard.train.exact import ExactReduction, exact_reduction
-from reshard.train.ranks import all_ranks
 from reshard.train.sampler import ElasticSampler
 from reshard.train.streams import SlotStreams
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.dcp.ranks import all_ranks
 from reshard.environment import attempt_token
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, StorageError, UsageError
 from reshard.formats import manifest
 from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
-from reshard.storage.steps import committed_steps, prune, step_path, uncommitted
-from reshard.train.ranks import all_ranks
+from reshard.storage.retention import Best, Retention, pin, plan_retention, record_resumed, remove, unpin
+from reshard.storage.steps import committed_steps, step_path, uncommitted
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
@@ -50,11 +52,18 @@ class Checkpointer:
     A run that is set back, by resuming from an earlier step than its newest, leaves the later ones behind: at its next
     save they are renamed ``abandoned-step-<n>-...``, or the next start would take them for the newest of this run.
 
+    After each save the steps go that nothing keeps: not among the newest ``keep_latest_k``, no multiple of
+    ``keep_every``, none of the best by ``keep_best``, not pinned. The newest sound step never goes, nor the one that
+    the run was resumed from until it has saved another.
+
     Args:
         directory: the run's folder, shared by all ranks.
         state: what is saved and restored. ``step`` counts ``state.step``.
         interval: steps between saves.
-        keep_latest_k: how many steps to keep. The newest sound one is never removed.
+        keep_latest_k: how many of the newest steps to keep.
+        keep_every: keep the steps that are multiples of it.
+        keep_best: a metric and how many steps to keep by it: ``("loss", 2)``, where the smallest is best, or
+            ``("accuracy", 2, "max")``. Of its values at the saves (``step(metrics=...)``), NaN is never best.
         stop: asked on every rank at each step; if any says yes, all save once and end. Such as ``StopSignal()``.
         attempt: a name for this start of the run; by default from the environment.
     """
@@ -66,12 +75,14 @@ class Checkpointer:
         *,
         interval: int,
         keep_latest_k: int = 3,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int] | tuple[str, int, str] | None = None,
         stop: Callable[[], bool] | None = None,
         attempt: str | None = None,
     ) -> None:
-        for name, count in (("interval", interval), ("keep_latest_k", keep_latest_k)):
-            if type(count) is not int or count < 1:
-                raise UsageError("not a count", key=name, expected="an int of at least 1", found=repr(count))
+        if type(interval) is not int or interval < 1:
+            raise UsageError("not a count", key="interval", expected="an int of at least 1", found=repr(interval))
+        retention = Retention(keep_latest_k, keep_every, None if keep_best is None else Best.of(keep_best))
         if not str(directory):
             raise UsageError("no folder to save in", key="directory", found=repr(directory))
         state.validate()
@@ -81,7 +92,7 @@ class Checkpointer:
         self.directory = self._ranks.broadcast(Path(directory).expanduser().absolute())
         self.state = state
         self.interval = interval
-        self.keep_latest_k = keep_latest_k
+        self.retention = retention
         self.stop = stop
         intervals = set(self._ranks.gather(interval))
         if len(intervals) > 1:
@@ -89,6 +100,8 @@ class Checkpointer:
         self.attempt = self._ranks.broadcast(attempt or attempt_token())
         self._saved_step: int | None = None
         self._saved_small: str | None = None
+        self._measured: tuple[int, dict[str, float | None]] | None = None
+        self._missed_metric = False
         self._samples: int | None = None
         with self._ranks.together():
             if self._ranks.rank == 0:
@@ -111,51 +124,75 @@ class Checkpointer:
             ReshardError: as ``load_state``.
         """
         folder: Path | None = None
+        metrics: dict[str, float | None] = {}
         with self._ranks.together():
             if self._ranks.rank == 0:
                 folder = self._newest_sound(self.directory) if step is None else self._named(step)
-        folder = self._ranks.broadcast(folder)
+                if folder is not None:
+                    self._keep_resumed(folder)
+                    metrics = (manifest.read(folder).metrics or {}) if manifest.exists(folder) else {}
+        folder, metrics = self._ranks.broadcast((folder, metrics))
         if folder is None:
             self._ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
             return None
         report = load_state(folder, self.state, **options)
         own = step_path(self.directory, report.step)
-        is_as_saved = self._ranks.broadcast(not options and own.resolve() == folder.resolve())
-        self._saved_step = report.step if is_as_saved else None
+        is_own, is_as_saved = self._ranks.broadcast((own.resolve() == folder.resolve(), not options))
+        self._saved_step = report.step if is_own and is_as_saved else None
+        self._measured = (report.step, metrics) if is_own else None
         self._saved_small = small_state(self.state)
         self._samples = self._trained_on()
         return report
 
-    def step(self) -> bool:
+    def step(self, metrics: Mapping[str, float] | None = None) -> bool:
         """Counts an optimizer step that is done. Saves if it is time. True when the loop should end.
 
         A collective: the ranks agree on a stop here, so all save the same step.
+
+        Args:
+            metrics: as ``save`` takes them; recorded if this step is saved.
         """
         self.state.step += 1
         if stop := self._agree(self.stop is not None and self.stop()):
             self._ranks.say(f"asked to stop: saving step {self.state.step}")
         if stop or self.state.step % self.interval == 0:
-            self.save()
+            self.save(metrics)
         if stop:
             self._mark_stopped()
         return stop
 
-    def save(self) -> Path:
-        """Saves now, unless this step is saved as it is; returns its folder. Then removes steps beyond the newest k.
+    def save(self, metrics: Mapping[str, float] | None = None) -> Path:
+        """Saves now, unless this step is saved as it is; returns its folder. Then removes the steps that nothing keeps.
 
-        A step that is saved already is saved again if anything but a tensor has changed since, such as a schedule that
-        moved at the end of an epoch.
+        A step that is saved already is saved again, all of it, if anything but a tensor has changed since, such as a
+        schedule that moved at the end of an epoch, or a metric.
+
+        Args:
+            metrics: what was measured at this step, numbers by name, for ``keep_best`` and whoever reads the manifest.
+                Rank 0's are recorded, beside those that are with this step already.
+
+        Raises:
+            UsageError: a metric is not a number. Nothing was saved.
+            ReshardError: as ``save_state``.
         """
         step = self.state.step
-        if self._saved_step == step and not self._ranks.maxima([self._saved_small != small_state(self.state)])[0]:
-            return step_path(self.directory, step)
+        with self._ranks.together():
+            given = manifest.as_metrics(metrics)
+        before = self._measured[1] if self._measured is not None and self._measured[0] == step else {}
+        measured = {**before, **given}
+        if self._saved_step == step:
+            has_changed = measured != before or self._saved_small != small_state(self.state)
+            if not self._ranks.maxima([has_changed])[0]:
+                return step_path(self.directory, step)
         began = time.monotonic()
         with self._ranks.together():
             if self._ranks.rank == 0:
                 for path in abandon_later(self.directory, step, self.attempt):
                     self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
-        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True)
+        values = {name: math.nan if value is None else value for name, value in measured.items()}
+        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True, metrics=values)
         self._saved_step = step
+        self._measured = step, measured
         self._saved_small = small_state(self.state)
         self._ranks.say(f"saved step {step} to {path} in {time.monotonic() - began:.1f} s")
         # Deleting takes long, and the ranks that do not delete are to wait here, not in a collective of the next step.
@@ -164,12 +201,50 @@ class Checkpointer:
                 self._prune()
         return path
 
+    def pin(self, step: int) -> None:
+        """Keeps a saved step until ``unpin``: no retention removes it, of this run, a later start or ``reshard prune``.
+
+        Raises:
+            CheckpointNotFound: the step is not there.
+            ReshardError: on every rank, if the file system refused.
+        """
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                pin(self.directory, step)
+
+    def unpin(self, step: int) -> None:
+        """Leaves a step to retention again; one that is not pinned is fine.
+
+        Raises:
+            ReshardError: on every rank, if the file system refused.
+        """
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                unpin(self.directory, step)
+
     def _prune(self) -> None:
         try:
-            prune(self.directory, self.keep_latest_k, lambda folder: not structure_faults(folder))
+            # What was just saved was held against its index, so the run needs the step that it came from no more.
+            record_resumed(self.directory, None)
+            plan = plan_retention(
+                self.directory, self.retention, lambda folder: not _faults(folder), value_of=manifest.metric
+            )
+            remove(plan)
         except StorageError as fault:
             # The step is safe. What could not be deleted is tried again at the next save or start.
             self._ranks.warn(f"older steps are kept for now: {fault}")
+            return
+        best = self.retention.keep_best
+        if best is not None and not plan.values and not self._missed_metric:
+            self._missed_metric = True
+            told = f"{{{best.metric!r}: ...}}"
+            self._ranks.warn(f"no step has a value of {best.metric!r} to keep the best by: call step(metrics={told})")
+
+    def _keep_resumed(self, folder: Path) -> None:
+        """Has every process keep the step to resume from, where it is not the newest, until another is saved."""
+        earlier = committed_steps(self.directory)[:-1]
+        set_back_to = [entry.step for entry in earlier if entry.path.resolve() == folder.resolve()]
+        record_resumed(self.directory, set_back_to[0] if set_back_to else None)
 
     def _newest_sound(self, run_dir: Path) -> Path | None:
         """The newest step of a run's folder with nothing to say against it; warns of what it passes over."""
@@ -177,9 +252,7 @@ class Checkpointer:
             self._ranks.warn(f"passed over {leftover.name}: it was never committed")
         reasons = []
         for folder in reversed(committed_steps(run_dir)):
-            faults = structure_faults(folder.path)
-            if not manifest.exists(folder.path):
-                faults.append(f"{folder.path / manifest.FILE_NAME}: missing, so most of the run's state is")
+            faults = _faults(folder.path)
             if not faults:
                 return folder.path
             reasons.append(f"{folder.path.name}: {faults[0]}")
@@ -266,3 +339,11 @@ class Checkpointer:
                 mark = {"step": self.state.step, "reason": reasons[0] if reasons else None, "attempt": self.attempt}
                 write_atomic(self.directory / STOPPED_FILE, json.dumps(mark).encode() + b"\n")
         self._ranks.say(f"stopped at step {self.state.step}" + (f" on {reasons[0]}" if reasons else ""))
+
+
+def _faults(folder: Path) -> list[str]:
+    """What speaks against resuming from a step of a run's own."""
+    faults = structure_faults(folder)
+    if not manifest.exists(folder):
+        faults.append(f"{folder / manifest.FILE_NAME}: missing, so most of the run's state is")
+    return faults

@@ -31,10 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from reshard.dcp.ranks import all_ranks
 from reshard.environment import want_deterministic_cublas
 from reshard.errors import UsageError
 from reshard.train import fsdp1
-from reshard.train.ranks import all_ranks
 
 log = logging.getLogger("reshard")
 _reductions: weakref.WeakKeyDictionary[nn.Module, ExactReduction] = weakref.WeakKeyDictionary()

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from reshard.dcp.ranks import all_ranks
 from reshard.errors import UsageError
 from reshard.storage.durable import rename_durably, storage_errors
 from reshard.train import fsdp1
 from reshard.train.names import canonical_names
-from reshard.train.ranks import all_ranks
 
 
 def export_weights(

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from reshard.dcp.ranks import all_ranks
 from reshard.errors import CheckpointUnsound
-from reshard.train.ranks import all_ranks
 
 
 def capture_rng() -> dict[str, torch.Tensor]:

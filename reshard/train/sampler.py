@@ -18,9 +18,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from reshard.batch.plan import BatchPlan
+from reshard.dcp.ranks import all_ranks
 from reshard.errors import StateMismatch, UsageError
 from reshard.train.order import EpochOrder
-from reshard.train.ranks import all_ranks
 from reshard.train.rng import cpu_stream, derive_seed
 from reshard.train.streams import SampleIndex
 

@@ -19,7 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import reshard
-from reshard.dcp import stock
+from reshard.dcp.flat import FlatState
+from reshard.dcp.ranks import Ranks, all_ranks
+from reshard.dcp.save import save_values
 from reshard.environment import attempt_token, ranks_per_node
 from reshard.errors import CheckpointUnsound, StorageError, UsageError
 from reshard.formats import manifest as manifests
@@ -31,7 +33,6 @@ from reshard.train import optimizer_state
 from reshard.train.learning_rate import lr_of
 from reshard.train.model_state import model_tensors
 from reshard.train.optimizer_state import OptimizerState
-from reshard.train.ranks import Ranks, all_ranks
 from reshard.train.rng import capture_rng
 from reshard.train.state import DATA, SCALER, SCHEDULER, TrainState, extra_part
 from reshard.verify.structure import structure_faults
@@ -40,7 +41,14 @@ from reshard.verify.structure import structure_faults
 COMPARED_ELEMENTS = 4096
 
 
-def save_state(directory: str | Path, state: TrainState, *, attempt: str | None = None, replace: bool = False) -> Path:
+def save_state(
+    directory: str | Path,
+    state: TrainState,
+    *,
+    attempt: str | None = None,
+    replace: bool = False,
+    metrics: Mapping[str, float | None] | None = None,
+) -> Path:
     """Saves everything in ``state`` as ``<directory>/step-<state.step>`` and returns that folder.
 
     Every rank must call it, between two steps. The folder appears when all of it is on the disk, or not at all: a
@@ -50,6 +58,7 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
         directory: the run's folder, on a file system that all ranks share.
         attempt: who writes; by default from the environment (see :mod:`reshard.environment`).
         replace: put it in place of a committed step of the same number.
+        metrics: what the run measured at this step, by name; rank 0's are recorded, for retention to go by.
 
     Raises:
         ReshardError: on every rank, if any rank failed.
@@ -57,6 +66,7 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
     ranks = all_ranks()
     with ranks.together():
         state.validate()
+        measured = manifests.as_metrics(metrics)
     attempt = ranks.broadcast(attempt or attempt_token())
     collected = _collect(state, ranks)
     stage: Stage | None = None
@@ -66,10 +76,11 @@ def save_state(directory: str | Path, state: TrainState, *, attempt: str | None 
                 stage = Stage.open(Path(directory).expanduser(), state.step, attempt)
         folder = ranks.broadcast(stage.path if stage else None)
         assert folder is not None
-        with ranks.contact():
-            written = stock.save(collected.tensors, folder, ranks.group)
-        files: dict[str, Any] = {name: mark.to_json() for part in ranks.gather(written) for name, mark in part.items()}
-        manifest = replace_fields(_manifest(state, collected, ranks, attempt), files=files)
+        with ranks.together():
+            flat = FlatState.of(collected.tensors)
+        written = save_values(flat, folder, ranks)
+        files: dict[str, Any] = {name: mark.to_json() for name, mark in written.items()}
+        manifest = replace_fields(_manifest(state, collected, ranks, attempt), files=files, metrics=measured or None)
         committed: Path | None = None
         with ranks.together():
             if stage is not None:

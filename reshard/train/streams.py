@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from reshard.train.ranks import all_ranks
+from reshard.dcp.ranks import all_ranks
 from reshard.train.rng import cpu_stream, derive_seed
 
 T_co = TypeVar("T_co", covariant=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from reshard.dcp.ranks import all_ranks
 from reshard.storage.durable import storage_errors
-from reshard.train.ranks import all_ranks
 from reshard.verify.traces.trace import TraceRow, mend_trace
 
 

@@ -18,17 +18,19 @@ from reshard.storage.durable import storage_errors
 from reshard.storage.steps import step_number
 
 
-def structure_faults(folder: str | os.PathLike[str]) -> list[str]:
+def structure_faults(folder: str | os.PathLike[str], index: Index | None = None) -> list[str]:
     """Every structural fault of a checkpoint folder, a line each; an empty list where it is sound.
+
+    Args:
+        index: what its metadata says, where that has been read already.
 
     Raises:
         StorageError: the file system refused, so that nothing can be said.
     """
     try:
-        metadata = dcp_metadata.read(folder)
+        index = index or dcp_metadata.read(folder).index
     except CheckpointUnsound as error:
         return [*_lines(error), *_manifest_faults(Path(folder))]
-    index = metadata.index
     paths = [index.path(number) for number in range(len(index.files))]
     return [
         *sorted(map(str, file_faults(index, paths))),

@@ -79,7 +79,7 @@ def test_the_file_is_text_that_a_person_can_read() -> None:
     assert text.endswith("}\n")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, b"bytes", object(), {1: 2}, (1, 2)], ids=repr)
+@pytest.mark.parametrize("value", [math.nan, math.inf, b"bytes", {1, 2}, {1: 2}, (1, 2)], ids=repr)
 def test_what_json_would_change_is_refused_when_written(value: Any) -> None:
     with pytest.raises(UsageError, match=r"extra: not plain JSON.*tagged\.encode"):
         manifest.to_bytes(dataclasses.replace(MANIFEST, extra={"x": value}))

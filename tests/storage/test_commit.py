@@ -14,7 +14,8 @@ from reshard.errors import CheckpointUnsound, Fenced, StorageError, UsageError
 from reshard.storage import commit
 from reshard.storage.commit import ATTEMPT_FILE, Stage, abandon_later, claim, holder
 from reshard.storage.durable import exchange_durably
-from reshard.storage.steps import committed_steps, prune, uncommitted
+from reshard.storage.retention import Retention, prune
+from reshard.storage.steps import committed_steps, uncommitted
 
 # Every operation that changes or lists a file system, as Python reports it, whichever of its functions was called.
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
@@ -94,7 +95,7 @@ def save_step_30(run, replace, faults):
     write_step(stage.path, 30, "new")
     faults.armed = True
     stage.commit(replace=replace)
-    prune(run, 2, lambda path: True)
+    prune(run, Retention(2), lambda path: True)
 
 
 def in_child(action):
@@ -153,7 +154,7 @@ def check_that_the_run_goes_on(run):
     assert uncommitted(run) == []
     assert content(commit_step(run, 30, "newest", "fourth", replace=True)) == files_of(30, "newest")
     assert content(commit_step(run, 40, "newest", "fourth")) == files_of(40, "newest")
-    prune(run, 2, lambda path: True)
+    prune(run, Retention(2), lambda path: True)
     assert names(run) == [ATTEMPT_FILE, "step-30", "step-40"]
 
 
@@ -482,7 +483,7 @@ def test_a_reader_sees_whole_steps_only_while_others_commit_and_prune(tmp_path):
     try:
         for step in range(50):
             commit_step(tmp_path, step, "new", "a")
-            prune(tmp_path, 2, lambda path: True)
+            prune(tmp_path, Retention(2), lambda path: True)
     finally:
         done.set()
         reader.join()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import StorageError, UsageError
-from reshard.storage.steps import StepFolder, committed_steps, move_to_trash, prune, step_number, step_path, uncommitted
+from reshard.storage.steps import StepFolder, committed_steps, move_to_trash, step_number, step_path, uncommitted
 
 
 def make_step(run: Path, step: int) -> Path:
@@ -20,19 +20,6 @@ def names(folder):
 
 def numbers(run):
     return [folder.step for folder in committed_steps(run)]
-
-
-class Soundness:
-    """Answers for the steps given and remembers in which order it was asked."""
-
-    def __init__(self, *sound):
-        self.sound = sound
-        self.asked = []
-
-    def __call__(self, path):
-        step = int(path.name.removeprefix("step-"))
-        self.asked.append(step)
-        return step in self.sound
 
 
 def test_steps_are_ordered_by_number(tmp_path):
@@ -133,68 +120,3 @@ def test_what_is_deleted_has_a_trash_name_before_its_first_file_goes(tmp_path, m
     (trash,) = seen
     assert trash.startswith(".trash-step-40-")
     assert names(tmp_path) == []
-
-
-def test_prune_keeps_the_newest_k_by_number(tmp_path):
-    for step in (990, 1000, 999, 1010):
-        make_step(tmp_path, step)
-    sound = Soundness(990, 999, 1000, 1010)
-    assert prune(tmp_path, 2, sound) == [990, 999]
-    assert numbers(tmp_path) == [1000, 1010]
-    assert sound.asked == [1010]
-    assert names(tmp_path) == ["step-1000", "step-1010"]
-
-
-@pytest.mark.parametrize(
-    ("sound", "asked", "removed", "left"),
-    [
-        ((10, 20, 30, 40, 50), [50], [10, 20, 30], [40, 50]),
-        ((10, 20, 30, 40), [50, 40], [10, 20, 30], [40, 50]),
-        ((10, 20, 30), [50, 40, 30], [10, 20], [30, 40, 50]),
-        ((10,), [50, 40, 30, 20, 10], [20, 30], [10, 40, 50]),
-        ((), [50, 40, 30, 20, 10], [], [10, 20, 30, 40, 50]),
-    ],
-)
-def test_prune_never_removes_the_newest_sound_step(tmp_path, sound, asked, removed, left):
-    for step in (10, 20, 30, 40, 50):
-        make_step(tmp_path, step)
-    soundness = Soundness(*sound)
-    assert prune(tmp_path, 2, soundness) == removed
-    assert numbers(tmp_path) == left
-    assert soundness.asked == asked
-
-
-def test_prune_asks_nothing_where_nothing_is_to_go(tmp_path):
-    for step in (10, 20):
-        make_step(tmp_path, step)
-    sound = Soundness()
-    assert prune(tmp_path, 2, sound) == prune(tmp_path, 3, sound) == prune(tmp_path / "absent", 1, sound) == []
-    assert sound.asked == []
-    assert numbers(tmp_path) == [10, 20]
-
-
-def test_prune_leaves_what_is_not_a_committed_step(tmp_path):
-    for step in (10, 20):
-        make_step(tmp_path, step)
-    for name in ("step-5.tmp", ".staging-step-30-a", "logs"):
-        (tmp_path / name).mkdir()
-    assert prune(tmp_path, 1, Soundness(20)) == [10]
-    assert names(tmp_path) == [".staging-step-30-a", "logs", "step-20", "step-5.tmp"]
-
-
-def test_prune_of_a_linked_step_takes_the_link(tmp_path):
-    run = tmp_path / "run"
-    make_step(run, 20)
-    archived = make_step(tmp_path / "archive", 10)
-    (run / "step-10").symlink_to(archived)
-    assert prune(run, 1, Soundness(20)) == [10]
-    assert names(run) == ["step-20"]
-    assert (archived / "shard").exists()
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_prune_keeps_at_least_one(tmp_path, keep):
-    make_step(tmp_path, 10)
-    with pytest.raises(UsageError, match=f"keep_latest_k.*expected 1 or more, found {keep}"):
-        prune(tmp_path, keep, Soundness(10))
-    assert numbers(tmp_path) == [10]

@@ -427,7 +427,7 @@ def test_a_file_system_that_is_full(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
     assert step > 2
-    assert error.startswith("StorageError ") and "o space left on" in error.splitlines()[0], error
+    assert error.startswith("StorageError ") and "not enough space" in error.splitlines()[0], error
     assert str(run) in error.splitlines()[0]
     assert names == sorted([ATTEMPT_FILE, *(f"step-{number}" for number in range(1, step))])
     assert found == (step - 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -220,18 +221,39 @@ class TestFiles:
         text = refused(path, Small(), str(path), "optim.param_groups.0.amsgrad", "damaged", kind=CheckpointUnsound)
         assert "not run" not in text
 
-    def test_a_tensor_of_zeros_is_named_and_the_run_said_to_be_undefined(self, path: Path) -> None:
-        (file,) = path.glob("*.distcp")
-        metadata = stock.FileSystemReader(path).read_metadata()
-        (place,) = [v for k, v in metadata.storage_data.items() if k.fqn == "model.0.weight"]
+    def test_a_tensor_of_zeros_is_named_before_anything_is_touched(self, path: Path) -> None:
+        file, place = place_of(path, "model.0.weight")
         with file.open("r+b") as opened:
             opened.seek(place.offset)
             opened.write(bytes(place.length))
+        run = Small()
+        before = copy.deepcopy(run.model.state_dict())
+        with pytest.raises(CheckpointUnsound) as refusal:
+            load_state(path, run.state)
+        (first,) = str(refusal.value).splitlines()
+        assert str(file) in first and "model.0.weight" in first and "not the archive of one tensor" in first
+        assert all(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
+
+    def test_a_flipped_byte_is_named_and_the_run_said_to_be_undefined(self, path: Path) -> None:
+        file, place = place_of(path, "model.0.weight")
+        with file.open("r+b") as opened:
+            # The middle of the archive is the middle of its elements or of the padding before them.
+            opened.seek(place.offset + place.length // 2)
+            content = opened.read(1)
+            opened.seek(-1, os.SEEK_CUR)
+            opened.write(bytes([content[0] ^ 1]))
         with pytest.raises(CheckpointUnsound) as refusal:
             load_state(path, Small().state)
         first, *others = str(refusal.value).splitlines()
-        assert str(file) in first and "damaged" in first
-        assert any("model.0.weight" in line for line in others) and any("undefined" in line for line in others)
+        assert str(file) in first and "model.0.weight" in first and "checksum" in first
+        assert any("undefined" in line for line in others)
+
+
+def place_of(path: Path, key: str) -> tuple[Path, Any]:
+    """The file and the place in it of a tensor that is stored as one chunk."""
+    metadata = stock.FileSystemReader(path).read_metadata()
+    (place,) = [entry for index, entry in metadata.storage_data.items() if index.fqn == key]
+    return path / place.relative_path, place
 
 
 class Bomb:

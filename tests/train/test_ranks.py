@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from reshard.dcp.ranks import all_ranks
 from reshard.errors import CheckpointUnsound, ReshardError, StorageError
-from reshard.train.ranks import all_ranks
 
 
 class Awkward(Exception):

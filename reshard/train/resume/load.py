@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import torch
 
-from reshard.dcp.stored import TensorSpec, nested
+from reshard.dcp.load import open_on
+from reshard.dcp.ranks import all_ranks
+from reshard.dcp.stored import TensorSpec, is_lossy, nested
 from reshard.errors import ReshardError, StateMismatch, UsageError
 from reshard.train import optimizer_state
 from reshard.train.learning_rate import Rescale, Scaling, assert_restored, lr_of
 from reshard.train.model_state import empty_like_shard, load_model_tensors, local_parts
-from reshard.train.ranks import all_ranks
-from reshard.train.resume.matching import Faults, Leniency, is_lossy, match_tensors
+from reshard.train.resume.matching import Faults, Leniency, match_tensors
 from reshard.train.resume.optimizer_load import OptimizerPlan, plan_optimizer, read_groups
 from reshard.train.resume.parts import (
     Choices,
@@ -104,10 +105,20 @@ def load_state(
     _check_usage(state, lr, lr_scaling, choices)
     run = Run.of(state, all_ranks())
     source = _open(Path(path), run)
+    with source.checkpoint:
+        report = _restore(run, source, choices, lr, lr_scaling)
+    report.elapsed_s = time.monotonic() - began
+    _tell(report, run)
+    return report
+
+
+def _restore(
+    run: Run, source: Source, choices: Choices, lr: float | Sequence[float] | None, lr_scaling: Scaling | None
+) -> LoadReport:
     run.ranks.say(source.contents)
-    step = source.manifest.step if source.manifest else state.step
+    step = source.manifest.step if source.manifest else run.state.step
     saved_ranks = source.manifest.world.ranks if source.manifest else None
-    report = LoadReport(source.folder, step, run.ranks.size, saved_ranks, state.plan)
+    report = LoadReport(source.folder, step, run.ranks.size, saved_ranks, run.state.plan)
     plan = _plan(run, source, choices, report)
     if (lr is not None or lr_scaling is not None) and OPTIMIZER not in plan.parts:
         raise UsageError(
@@ -118,14 +129,15 @@ def load_state(
     saved_schedules = source.manifest.schedulers if source.manifest and SCHEDULER in plan.parts else {}
     rescales = requested_rescales(run, saved_schedules, plan.optimizer.saved_base_lrs, lr, lr_scaling, report)
     # All that is small or can refuse comes first: whatever happens until then, the run is as it was.
-    source.fill(plan.beside, run.ranks)
+    source.plan_filling(plan.beside, run.ranks).run()
+    filling = source.plan_filling(plan.room, run.ranks)
     restorer = Restorer(run, source, choices, plan.optimizer.partners, plan.optimizer.rescales)
     reading: list[str] = []
     try:
         with run.ranks.together():
             restorer.restore(plan.parts, plan.beside)
         reading = sorted(plan.parts & {MODEL, OPTIMIZER})
-        source.fill(plan.room, run.ranks)
+        filling.run()
         _restore_tensors(run, source, plan)
         with run.ranks.together():
             _finish(run, source, plan, rescales, report)
@@ -135,11 +147,9 @@ def load_state(
             told = f"undefined now: {', '.join(undefined)}; the rest is as it was. Build them anew before another load"
             fault.details = (*fault.details, told)
         raise
-    if DATA in plan.parts and data == "restart":
+    if DATA in plan.parts and choices.data == "restart":
         report.missing.append(DATA)
     report.restored = sorted(plan.parts - set(report.missing))
-    report.elapsed_s = time.monotonic() - began
-    _tell(report, run)
     return report
 
 
@@ -190,9 +200,10 @@ def _open(path: Path, run: Run) -> Source:
             folder = find_step(path)
     folder = run.ranks.broadcast(folder)
     assert folder is not None
+    checkpoint = open_on(folder, run.ranks)
     source: Source | None = None
     with run.ranks.together():
-        source = Source.open(folder, run)
+        source = Source.of(checkpoint, run)
     assert source is not None
     return source
 

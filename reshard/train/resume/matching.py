@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reshard.dcp.stored import TensorSpec
+from reshard.dcp.stored import TensorSpec, is_lossy, number_kind
 from reshard.errors import StateMismatch, UsageError
 from reshard.train.names import EXTRA_STATE
 
@@ -140,7 +140,7 @@ def _match_one(
             f"model.{fqn}: expected shape {tuple(live.shape)}, found {tuple(stored.shape)}",
             "use the model it was saved from",
         )
-    elif _kind(stored.dtype) != _kind(live.dtype):
+    elif number_kind(stored.dtype) != number_kind(live.dtype):
         faults.add(
             f"model.{fqn}: expected {live.dtype}, found {stored.dtype}, which is another kind of number",
             "use the model it was saved from",
@@ -151,26 +151,6 @@ def _match_one(
         )
     elif stored.dtype != live.dtype:
         passed.casts.add((stored.dtype, live.dtype))
-
-
-def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether casting may change a value. Between kinds (int and float) it always may."""
-    if source == target:
-        return False
-    if _kind(source) != _kind(target):
-        return True
-    try:
-        if source.is_floating_point or source.is_complex:
-            a, b = torch.finfo(source), torch.finfo(target)
-            return b.eps > a.eps or b.max < a.max or b.smallest_normal > a.smallest_normal
-        whole, other = torch.iinfo(source), torch.iinfo(target)
-    except TypeError:
-        return True
-    return other.max < whole.max or other.min > whole.min
-
-
-def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _tied(aliases: Mapping[str, str]) -> dict[str, set[str]]:

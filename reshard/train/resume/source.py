@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from reshard.dcp import stock
+from reshard.dcp.load import Filling, plan_filling
+from reshard.dcp.ranks import Ranks
 from reshard.dcp.stored import StoredState
 from reshard.errors import CheckpointNotFound, CheckpointUnsound
 from reshard.formats import dcp_metadata
 from reshard.formats import manifest as manifests
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import Manifest
 from reshard.storage.steps import committed_steps
 from reshard.train import optimizer_state
 from reshard.train.model_state import aliases, model_tensors
 from reshard.train.optimizer_state import OptimizerState
-from reshard.train.ranks import Ranks
 from reshard.train.resume.inventory import Inventory, take_inventory
 from reshard.train.state import MODEL, OPTIMIZER, RNG, STEP, TrainState
 from reshard.verify.structure import structure_faults
@@ -56,27 +57,32 @@ class Run:
 
 @dataclass(frozen=True)
 class Source:
-    """The stored side: a checkpoint's manifest (None if stock wrote it) and its keys."""
+    """The stored side: an opened checkpoint, its manifest (None if stock wrote it) and its keys."""
 
-    folder: Path
+    checkpoint: Checkpoint
     manifest: Manifest | None
     stored: StoredState
     inventory: Inventory
 
     @classmethod
-    def open(cls, folder: Path, run: Run) -> Source:
-        """Reads the manifest and ``.metadata``, no tensor, and on rank 0 looks whether the files are whole.
+    def of(cls, checkpoint: Checkpoint, run: Run) -> Source:
+        """Sorts what a checkpoint holds, and on rank 0 looks whether its files are whole. Reads no tensor.
 
         Raises:
-            ReshardError: one of them is unsound.
+            CheckpointUnsound: they are not, or the manifest is damaged.
         """
-        manifest = manifests.read(folder) if manifests.exists(folder) else None
-        stored = StoredState.open(folder)
-        if run.ranks.rank == 0 and (faults := structure_faults(folder)):
+        manifest = checkpoint.require_manifest()
+        stored = StoredState.of(checkpoint)
+        if run.ranks.rank == 0 and (faults := structure_faults(checkpoint.path, checkpoint.index)):
             raise CheckpointUnsound(
                 faults[0], hint="copy the folder again, or resume from another step", details=faults[1:]
             )
-        return cls(folder, manifest, stored, take_inventory(stored, {*run.model, *run.optimizer.parameters}))
+        return cls(checkpoint, manifest, stored, take_inventory(stored, {*run.model, *run.optimizer.parameters}))
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self.checkpoint.path
 
     def has(self, part: str) -> bool:
         """Whether the checkpoint holds a part of a run's state."""
@@ -107,13 +113,13 @@ class Source:
         """Small stored objects and tensors, whole, on every rank. Collective."""
         template = {key: self.room(key) for key in sorted(keys)}
         if template:
-            self.fill(template, ranks)
+            self.plan_filling(template, ranks).run()
         return template
 
-    def fill(self, room: dict[str, Any], ranks: Ranks) -> None:
-        """Reads what is stored under the keys of ``room`` into its values. Collective."""
-        with ranks.contact():
-            stock.load(room, self.folder, ranks.group)
+    def plan_filling(self, room: dict[str, Any], ranks: Ranks) -> Filling:
+        """To read what is stored under the keys of ``room`` into its values. Collective."""
+        # What may be rounded was decided before, part by part.
+        return plan_filling(room, self.checkpoint, ranks, allow_cast=True)
 
     def room(self, key: str) -> Any:
         """An uninitialised CPU tensor for a whole stored tensor, or None for an object."""

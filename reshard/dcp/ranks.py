@@ -22,23 +22,36 @@ MOST_OTHERS = 8
 
 
 class Ranks:
-    """All ranks of the process group, or the one process there is without a group.
+    """All ranks of a process group, or the one process there is without a group.
 
     Every method but ``say`` and ``warn`` is a collective: each rank must call it, in the same order.
+
+    Args:
+        members: the group; by default, at each call, the default group that there is then.
+        is_alone: one process, whatever groups there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: dist.ProcessGroup | None = None, *, is_alone: bool = False) -> None:
         # Weakly: a group that outlives destroy_process_group ends with the interpreter, whose threads are gone by then.
+        self._members = weakref.ref(members) if members is not None else None
+        self._is_alone = is_alone
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
 
     @property
+    def members(self) -> dist.ProcessGroup | None:
+        """The group whose ranks these are; None where there is one process only."""
+        if self._is_alone or not dist.is_initialized():
+            return None
+        return self._members() if self._members is not None else dist.group.WORLD
+
+    @property
     def size(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return 1 if self.members is None else dist.get_world_size(self.members)
 
     @property
     def rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
+        return 0 if self.members is None else dist.get_rank(self.members)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -56,15 +69,19 @@ class Ranks:
         return self._opened("step", None)
 
     def _opened(self, purpose: str, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:
-        if not dist.is_initialized():
+        members = self.members
+        if members is None:
             return None
-        world = dist.group.WORLD
-        assert world is not None
-        if self._world is None or self._world() is not world:
-            self._world, self._groups = weakref.ref(world), {}
+        if self._world is None or self._world() is not members:
+            self._world, self._groups = weakref.ref(members), {}
         group = self._groups[purpose]() if purpose in self._groups else None
         if group is None:
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            if self._members is None:
+                group = dist.new_group(backend="gloo", timeout=timeout)
+            else:
+                # Ranks outside of it do not take part.
+                inside = dist.get_process_group_ranks(members)
+                group = dist.new_group(inside, timeout=timeout, backend="gloo", use_local_synchronization=True)
             self._groups[purpose] = weakref.ref(group)
         return group
 
@@ -83,7 +100,26 @@ class Ranks:
             return value
         box: list[Any] = [value]
         with self.contact():
-            dist.broadcast_object_list(box, src=0, group=self.group)
+            dist.broadcast_object_list(box, group_src=0, group=self.group)
+        return box[0]  # type: ignore[no-any-return]
+
+    def collect(self, value: T) -> list[T] | None:
+        """Everybody's value, in rank order, on rank 0; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self.contact():
+            dist.gather_object(value, values, group_dst=0, group=self.group)
+        return values
+
+    def hand_out(self, values: Sequence[T] | None) -> T:
+        """To each rank its own of the values, one a rank, that rank 0 gives; the others give None."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        with self.contact():
+            dist.scatter_object_list(box, list(values) if values is not None else None, group_src=0, group=self.group)
         return box[0]  # type: ignore[no-any-return]
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -171,4 +207,14 @@ def all_ranks() -> Ranks:
     return _ranks
 
 
+def ranks_of(members: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a process group, of the default one for None; likewise one object a group."""
+    if members is None or members is dist.group.WORLD:
+        return _ranks
+    if members not in _of_groups:
+        _of_groups[members] = Ranks(members)
+    return _of_groups[members]
+
+
 _ranks = Ranks()
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

@@ -1,0 +1,115 @@
+"""Writing a state dict as a DCP checkpoint: every rank its own file, each box once.
+
+The ranks agree on who writes what and where (`reshard.dcp.save_plan`); each streams its shards through a few blocks
+into its file; rank 0 writes ``.metadata`` last, by a rename. Until then the folder holds what it held before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from reshard.dcp import objects
+from reshard.dcp.flat import FlatState
+from reshard.dcp.memory import in_memory
+from reshard.dcp.ranks import Ranks
+from reshard.dcp.save_plan import lay_out, plan_save
+from reshard.dcp.shards import Shard, shards_of
+from reshard.engine.blocks import BlockFile
+from reshard.engine.run import Budget, finish, segments_of, write_segments
+from reshard.engine.segment import Outcome, Segment
+from reshard.engine.spans import Job
+from reshard.environment import ranks_per_node
+from reshard.errors import ReshardError
+from reshard.formats import dcp_metadata
+from reshard.formats.dcp_metadata_writer import metadata_bytes
+from reshard.formats.fingerprint import Fingerprint, written_fingerprints
+from reshard.index.index import Int
+from reshard.storage.durable import fsync_file, require_space, storage_errors, write_atomic
+
+# Blocks through which a rank's bytes pass: all the memory it needs, beside the state.
+STAGING_BYTES = 64 << 20
+
+_DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
+
+
+def save_values(flat: FlatState, folder: Path, ranks: Ranks) -> dict[str, Fingerprint]:
+    """Writes a flat state dict into a folder that exists. Collective.
+
+    Of small plain tensors and of objects that several ranks have under one key, the lowest rank's are written. A plain
+    tensor of 1 MiB and more is taken to be the same on all ranks that have it, and so are the replicas of a shard: each
+    of the holders writes a part.
+
+    Returns:
+        The fingerprint of every file, on every rank.
+
+    Raises:
+        UsageError: something in the state cannot be stored, or the shards do not make up whole tensors.
+        ReshardError: on every rank, if any failed. The folder then still holds what it held before.
+    """
+    shards: list[Shard] = []
+    generation = 0
+    with ranks.together():
+        shards = shards_of(flat.values)
+        if ranks.rank == 0:
+            generation = _next_generation(folder)
+    generation = ranks.broadcast(generation)
+    plan = plan_save(shards, flat, ranks, generation)
+    names: list[str] = []
+    try:
+        marks: dict[str, Fingerprint] = {}
+        with ranks.together():
+            if ranks.rank == 0:
+                require_space(folder / dcp_metadata.FILE_NAME, plan.total_bytes)
+        with ranks.together():
+            content = {key: objects.to_bytes(key, flat.values[key]) for key in plan.objects}
+            job, files = lay_out(in_memory(folder, plan.cut(shards), content), ranks.rank, generation)
+            names.extend(files.output.names)
+            marks = written_fingerprints(files.output, content, job.source.files, _write(job, folder, ranks))
+        written = ranks.collect((marks, files.objects))
+        with ranks.together():
+            if written is not None:
+                marks = {name: mark for theirs, _ in written for name, mark in theirs.items()}
+                places = {key: place for _, theirs in written for key, place in theirs.items()}
+                assert plan.index is not None and plan.paths is not None
+                write_atomic(folder / dcp_metadata.FILE_NAME, metadata_bytes(plan.index, places, plan.paths))
+    except ReshardError:
+        _remove(folder, names)
+        raise
+    if ranks.rank == 0:
+        _remove(folder, _data_files(folder) - marks.keys())
+    return ranks.broadcast(marks)
+
+
+def _write(job: Job, folder: Path, ranks: Ranks) -> Int:
+    """Writes this rank's file, durably, and returns the CRC-32 of each payload."""
+    outcomes: dict[Segment, Outcome] = {}
+    paths = [folder / name for name in job.output.names]
+    for path, length_bytes in zip(paths, job.output.length_bytes.tolist(), strict=True):
+        BlockFile(path, length_bytes, create=True).close()
+    budget = Budget.of(STAGING_BYTES, ranks_per_node(ranks.size))
+    write_segments(job, folder, segments_of(job), budget, outcomes.update)
+    crcs = finish(job, folder, outcomes.values())
+    for path in paths:
+        fsync_file(path)
+    return crcs
+
+
+def _data_files(folder: Path) -> set[str]:
+    with storage_errors("list the folder", folder):
+        return {path.name for path in folder.iterdir() if _DATA_FILE.fullmatch(path.name)}
+
+
+def _next_generation(folder: Path) -> int:
+    """A number that no file there has: what is there stays as it is until the new metadata is."""
+    numbers = [int(match[1]) for name in _data_files(folder) if (match := _DATA_FILE.fullmatch(name))]
+    return max(numbers, default=-1) + 1
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    """Removes files to which no metadata refers, as well as it can: they harm nobody."""
+    with suppress(OSError):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)

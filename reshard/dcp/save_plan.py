@@ -1,0 +1,207 @@
+"""Who writes which boxes into which file, and the index of it all: agreed on once for a layout, then reused.
+
+A run saves the same layout again and again. What was agreed on is kept by a digest of all that it depends on; where
+every rank finds it, nothing is planned and nothing but that digest travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from reshard.dcp.flat import FlatState, Steps
+from reshard.dcp.memory import in_memory
+from reshard.dcp.ranks import Ranks
+from reshard.dcp.shards import Shard
+from reshard.dcp.sharing import CUT_BYTES, Held, Shares, part_rows, share
+from reshard.engine.spans import Job
+from reshard.errors import UsageError
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
+from reshard.index.index import ARCHIVE, Index, IndexBuilder
+from reshard.plan import Layout, Plan
+
+# Runs use one layout or two (weights alone, everything); evaluations in between may bring a third.
+_MOST_PLANS = 8
+_FAULTS_NAMED = 20
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """What this rank is to write.
+
+    Attributes:
+        parts: number of a shard, first and last row (exclusive) of it; -1 for the last means all of it.
+        objects: keys.
+        index: of the whole checkpoint but its objects; on rank 0 only.
+        paths: key -> path in the nested state, of all ranks' keys; on rank 0 only.
+        total_bytes: of all files but for objects; on rank 0 only.
+    """
+
+    parts: list[tuple[int, int, int]]
+    objects: list[str]
+    index: Index | None = None
+    paths: dict[str, Steps] | None = None
+    total_bytes: int = 0
+
+    def cut(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The boxes to be written, of the shards that this rank holds."""
+        return [
+            shards[number] if last < 0 else _rows(shards[number], first, last) for number, first, last in self.parts
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """What one rank tells rank 0 of the boxes that it will write."""
+
+    index: Index
+    total_bytes: int
+    paths: dict[str, Steps]
+    objects: list[str]
+
+
+def plan_save(shards: Sequence[Shard], flat: FlatState, ranks: Ranks, generation: int) -> SavePlan:
+    """Agrees on who writes what. Collective.
+
+    Args:
+        generation: the second number in the files' names.
+
+    Raises:
+        UsageError: on every rank, if the ranks disagree on a tensor or leave holes in one.
+    """
+    kept = [number for number, shard in enumerate(shards) if shard.tensor.numel() or 0 in shard.shape]
+    wanted = [key for key, value in flat.values.items() if not isinstance(value, torch.Tensor)]
+    held, digest = _described([shards[number] for number in kept], wanted, flat, generation)
+    known = _plans.get(digest)
+    everybodys = ranks.gather((digest, known[0] if known else None))
+    world = hashlib.blake2b(b"".join(theirs for theirs, _ in everybodys), digest_size=16).digest()
+    if known is not None and all(theirs == world for _, theirs in everybodys):
+        _plans.move_to_end(digest)
+        return known[1]
+    plan = _agreed(shards, kept, wanted, share(held, ranks), flat, ranks, generation)
+    _plans[digest] = (world, plan)
+    while len(_plans) > _MOST_PLANS:
+        _plans.popitem(last=False)
+    return plan
+
+
+_plans: OrderedDict[bytes, tuple[bytes, SavePlan]] = OrderedDict()
+
+
+def _described(shards: Sequence[Shard], objects: Sequence[str], flat: FlatState, generation: int) -> tuple[Held, bytes]:
+    """What the ranks need to know of each other's boxes and objects, and a digest of all that a plan depends on."""
+    digest = hashlib.blake2b(digest_size=16)
+    texts, lengths, rows, is_dealt = [], [], [], []
+    for shard in shards:
+        text, length = shard.description, shard.length_bytes
+        dealt = bool(length) and (shard.is_part or length >= CUT_BYTES)
+        digest.update(f"{text}{dealt}{flat.paths[shard.key]}\0".encode("utf-8", "surrogatepass"))
+        # Counters, buffers and flags need not be equal on all ranks: they are one thing by their key.
+        texts.append(text if dealt or shard.is_part else shard.key)
+        lengths.append(length)
+        rows.append(shard.rows)
+        is_dealt.append(dealt)
+    for key in objects:
+        digest.update(f"{key}\0{flat.paths[key]}\0".encode("utf-8", "surrogatepass"))
+    digest.update(str(generation).encode())
+    count = len(objects)
+    held = Held.of([*texts, *objects], [*lengths, *[0] * count], [*rows, *[1] * count], [*is_dealt, *[False] * count])
+    return held, digest.digest()
+
+
+def _agreed(
+    shards: Sequence[Shard],
+    kept: Sequence[int],
+    objects: Sequence[str],
+    shares: Shares,
+    flat: FlatState,
+    ranks: Ranks,
+    generation: int,
+) -> SavePlan:
+    parts = []
+    for number, taker, group in zip(kept, shares.taker.tolist(), shares.group.tolist(), strict=False):
+        if taker == ranks.rank:
+            parts.append((number, 0, -1))
+        elif taker < 0:
+            holders = shares.groups[group]
+            parts.append((number, *part_rows(shards[number].sizes[0], holders.index(ranks.rank), len(holders))))
+    takers = shares.taker[len(kept) :].tolist()
+    mine = SavePlan(parts, [key for key, taker in zip(objects, takers, strict=True) if taker == ranks.rank])
+    files = lay_out(in_memory(Path(), mine.cut(shards), {}), ranks.rank, generation)[1]
+    paths = {key: flat.paths[key] for key in (*files.index.names, *mine.objects)}
+    everybodys = ranks.collect(_Written(files.index, files.output.total_bytes, paths, mine.objects))
+    with ranks.together():
+        if everybodys is not None:
+            merged = {key: path for theirs in everybodys for key, path in theirs.paths.items()}
+            total_bytes = sum(theirs.total_bytes for theirs in everybodys)
+            mine = SavePlan(mine.parts, mine.objects, _merged(everybodys), merged, total_bytes)
+    return mine
+
+
+def lay_out(source: Checkpoint, rank: int, generation: int) -> tuple[Job, DcpFiles]:
+    """The file of a rank for what it has in memory, and the job that writes it."""
+    index = source.index
+    count = len(index.names)
+    number = np.arange(count, dtype=np.int64)
+    layout = Layout(number, index.offsets, index.sizes, np.full(count, rank, dtype=np.int64))
+    plan = Plan(number.astype(np.int32), number.astype(np.int32), np.arange(count + 1, dtype=np.int64))
+    files = lay_out_dcp(index, layout, index.dtypes, index.objects, rank, generation)
+    return Job(source, layout, plan, files.output), files
+
+
+def _rows(shard: Shard, first: int, last: int) -> Shard:
+    return shard._replace(
+        offsets=(shard.offsets[0] + first, *shard.offsets[1:]),
+        sizes=(last - first, *shard.sizes[1:]),
+        tensor=shard.tensor[first:last],
+    )
+
+
+def _merged(everybodys: Sequence[_Written]) -> Index:
+    """The index of what all ranks write.
+
+    Raises:
+        UsageError: they disagree on a tensor, or what they hold of one does not make up the whole of it.
+    """
+    builder = IndexBuilder(Path(), ARCHIVE)
+    tensors: dict[str, tuple[str, Ints, int, list[tuple[Ints, Ints, tuple[int, int, int]]]]] = {}
+    objects = {key for theirs in everybodys for key in theirs.objects}
+    for rank, theirs in enumerate(everybodys):
+        index = theirs.index
+        numbers = [builder.file(name) for name in index.files]
+        columns = (index.offsets, index.sizes, index.file, index.start_bytes, index.length_bytes)
+        rows = zip(index.names, index.dtypes, index.shapes, *(column.tolist() for column in columns), strict=True)
+        for key, dtype, shape, offsets, sizes, file, start, length in rows:
+            known = tensors.setdefault(key, (dtype, shape, rank, []))
+            if (dtype, shape) != known[:2] or key in objects:
+                first = f"{known[0]} of {known[1]} as on rank {known[2]}"
+                raise UsageError(
+                    "the ranks hold different things under one key",
+                    key=key,
+                    expected="an object, as on another rank" if key in objects else first,
+                    found=f"{dtype} of {shape} on rank {rank}",
+                )
+            dims = len(shape)
+            known[3].append((tuple(offsets[:dims]), tuple(sizes[:dims]), (numbers[file], start, length)))
+    for key, (dtype, shape, _, chunks) in tensors.items():
+        builder.tensor(key, dtype, shape)
+        for chunk in sorted(chunks):
+            builder.chunk(*chunk)
+    index = builder.build()
+    faults = [f"{key}: {fault}" for key, fault in index.tiling_faults()]
+    if faults:
+        raise UsageError(
+            "what the ranks hold does not make up whole tensors",
+            hint="every rank has to call save, with its own shards under the same keys",
+            details=faults[:_FAULTS_NAMED],
+        )
+    return index
