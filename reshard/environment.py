@@ -57,6 +57,11 @@ def ranks_per_node(world_size: int) -> int:
     return int(value) if value.isdigit() and int(value) > 0 else world_size
 
 
+def local_processes() -> int:
+    """How many processes of this launch run on this machine, as torchrun says; 1 where nothing says otherwise."""
+    return ranks_per_node(1)
+
+
 def launched_as() -> tuple[int, int, str]:
     """Rank, number of ranks and a name of the launch that they have in common, as torchrun says; (0, 1, ...) without.
 

@@ -31,15 +31,18 @@ class FlatState:
     _holders: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> FlatState:
-        """Flattens a state dict.
+    def of(cls, state: Mapping[str, Any], *, nested: bool = True) -> FlatState:
+        """Flattens a state dict; with ``nested=False`` its values are the leaves, whatever they are.
 
         Raises:
             UsageError: two leaves would have one flat key.
         """
         flat = cls()
         for key, value in state.items():
-            flat._add((str(key),), value, state, key)
+            if nested:
+                flat._add((str(key),), value, state, key)
+            else:
+                flat._leaf((str(key),), value, state, key)
         return flat
 
     def replace(self, key: str, value: Any) -> None:
@@ -56,15 +59,18 @@ class FlatState:
             for number, entry in enumerate(value):
                 self._add((*path, number), entry, value, number)
         else:
-            key = ".".join(map(str, path))
-            if key in self.values:
-                raise UsageError(
-                    "two values of the state dict have one flat key",
-                    key=key,
-                    found=f"{self.paths[key]} and {path}",
-                    hint="rename one of them: the steps to a value are joined by dots",
-                )
-            self.values[key], self.paths[key], self._holders[key] = value, path, (holder, place)
+            self._leaf(path, value, holder, place)
+
+    def _leaf(self, path: Steps, value: Any, holder: Any, place: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in self.values:
+            raise UsageError(
+                "two values of the state dict have one flat key",
+                key=key,
+                found=f"{self.paths[key]} and {path}",
+                hint="rename one of them: the steps to a value are joined by dots",
+            )
+        self.values[key], self.paths[key], self._holders[key] = value, path, (holder, place)
 
 
 def _is_leaf(values: list[Any]) -> bool:

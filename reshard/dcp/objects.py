@@ -16,7 +16,7 @@ from reshard.errors import CheckpointUnsound, UnsafePickle, UsageError
 _ZIP_HEAD = b"PK\x03\x04"
 
 
-def to_bytes(key: str, value: Any) -> bytes:
+def object_to_bytes(key: str, value: Any) -> bytes:
     """The archive of an object.
 
     Raises:
@@ -39,7 +39,7 @@ def to_bytes(key: str, value: Any) -> bytes:
     return content.getvalue()
 
 
-def from_bytes(key: str, content: bytes, path: Path) -> Any:
+def object_from_bytes(key: str, content: bytes, path: Path) -> Any:
     """The object of an archive that lies in the file ``path``.
 
     Raises:

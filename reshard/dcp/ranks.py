@@ -85,6 +85,14 @@ class Ranks:
             self._groups[purpose] = weakref.ref(group)
         return group
 
+    def open(self) -> None:
+        """Opens the group now, for another thread to use."""
+        self._opened("patient", datetime.timedelta(seconds=control_timeout_s()))
+
+    def apart(self) -> Ranks:
+        """The same ranks with groups of their own, to agree over in another thread."""
+        return Ranks(self._members() if self._members is not None else None, is_alone=self._is_alone)
+
     def gather(self, value: T) -> list[T]:
         """Everybody's value, in rank order, on every rank."""
         if self.size == 1:
@@ -216,5 +224,11 @@ def ranks_of(members: dist.ProcessGroup | None) -> Ranks:
     return _of_groups[members]
 
 
+def alone() -> Ranks:
+    """This process by itself, whatever groups there are."""
+    return _alone
+
+
 _ranks = Ranks()
+_alone = Ranks(is_alone=True)
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from reshard.dcp.flat import FlatState, Steps
+from reshard.dcp.flat import Steps
+from reshard.dcp.local_state import LocalState
 from reshard.dcp.memory import in_memory
 from reshard.dcp.ranks import Ranks
 from reshard.dcp.shards import Shard
@@ -69,7 +69,7 @@ class _Written:
     objects: list[str]
 
 
-def plan_save(shards: Sequence[Shard], flat: FlatState, ranks: Ranks, generation: int) -> SavePlan:
+def plan_save(state: LocalState, ranks: Ranks, generation: int) -> SavePlan:
     """Agrees on who writes what. Collective.
 
     Args:
@@ -78,16 +78,15 @@ def plan_save(shards: Sequence[Shard], flat: FlatState, ranks: Ranks, generation
     Raises:
         UsageError: on every rank, if the ranks disagree on a tensor or leave holes in one.
     """
-    kept = [number for number, shard in enumerate(shards) if shard.tensor.numel() or 0 in shard.shape]
-    wanted = [key for key, value in flat.values.items() if not isinstance(value, torch.Tensor)]
-    held, digest = _described([shards[number] for number in kept], wanted, flat, generation)
+    kept = [number for number, shard in enumerate(state.shards) if shard.tensor.numel() or 0 in shard.shape]
+    held, digest = _described(state, kept, f"{ranks.rank} of {ranks.size}, {generation}")
     known = _plans.get(digest)
     everybodys = ranks.gather((digest, known[0] if known else None))
     world = hashlib.blake2b(b"".join(theirs for theirs, _ in everybodys), digest_size=16).digest()
     if known is not None and all(theirs == world for _, theirs in everybodys):
         _plans.move_to_end(digest)
         return known[1]
-    plan = _agreed(shards, kept, wanted, share(held, ranks), flat, ranks, generation)
+    plan = _agreed(state, kept, share(held, ranks), ranks, generation)
     _plans[digest] = (world, plan)
     while len(_plans) > _MOST_PLANS:
         _plans.popitem(last=False)
@@ -97,47 +96,41 @@ def plan_save(shards: Sequence[Shard], flat: FlatState, ranks: Ranks, generation
 _plans: OrderedDict[bytes, tuple[bytes, SavePlan]] = OrderedDict()
 
 
-def _described(shards: Sequence[Shard], objects: Sequence[str], flat: FlatState, generation: int) -> tuple[Held, bytes]:
+def _described(state: LocalState, kept: Sequence[int], also: str) -> tuple[Held, bytes]:
     """What the ranks need to know of each other's boxes and objects, and a digest of all that a plan depends on."""
     digest = hashlib.blake2b(digest_size=16)
     texts, lengths, rows, is_dealt = [], [], [], []
-    for shard in shards:
+    for shard in [state.shards[number] for number in kept]:
         text, length = shard.description, shard.length_bytes
         dealt = bool(length) and (shard.is_part or length >= CUT_BYTES)
-        digest.update(f"{text}{dealt}{flat.paths[shard.key]}\0".encode("utf-8", "surrogatepass"))
+        digest.update(f"{text}{dealt}{state.paths[shard.key]}\0".encode("utf-8", "surrogatepass"))
         # Counters, buffers and flags need not be equal on all ranks: they are one thing by their key.
         texts.append(text if dealt or shard.is_part else shard.key)
         lengths.append(length)
         rows.append(shard.rows)
         is_dealt.append(dealt)
-    for key in objects:
-        digest.update(f"{key}\0{flat.paths[key]}\0".encode("utf-8", "surrogatepass"))
-    digest.update(str(generation).encode())
-    count = len(objects)
-    held = Held.of([*texts, *objects], [*lengths, *[0] * count], [*rows, *[1] * count], [*is_dealt, *[False] * count])
+    for key in state.objects:
+        digest.update(f"{key}\0{state.paths[key]}\0".encode("utf-8", "surrogatepass"))
+    digest.update(also.encode())
+    count = len(state.objects)
+    held = Held.of(
+        [*texts, *state.objects], [*lengths, *[0] * count], [*rows, *[1] * count], [*is_dealt, *[False] * count]
+    )
     return held, digest.digest()
 
 
-def _agreed(
-    shards: Sequence[Shard],
-    kept: Sequence[int],
-    objects: Sequence[str],
-    shares: Shares,
-    flat: FlatState,
-    ranks: Ranks,
-    generation: int,
-) -> SavePlan:
+def _agreed(state: LocalState, kept: Sequence[int], shares: Shares, ranks: Ranks, generation: int) -> SavePlan:
     parts = []
     for number, taker, group in zip(kept, shares.taker.tolist(), shares.group.tolist(), strict=False):
         if taker == ranks.rank:
             parts.append((number, 0, -1))
         elif taker < 0:
             holders = shares.groups[group]
-            parts.append((number, *part_rows(shards[number].sizes[0], holders.index(ranks.rank), len(holders))))
+            parts.append((number, *part_rows(state.shards[number].sizes[0], holders.index(ranks.rank), len(holders))))
     takers = shares.taker[len(kept) :].tolist()
-    mine = SavePlan(parts, [key for key, taker in zip(objects, takers, strict=True) if taker == ranks.rank])
-    files = lay_out(in_memory(Path(), mine.cut(shards), {}), ranks.rank, generation)[1]
-    paths = {key: flat.paths[key] for key in (*files.index.names, *mine.objects)}
+    mine = SavePlan(parts, [key for key, taker in zip(state.objects, takers, strict=True) if taker == ranks.rank])
+    files = lay_out(in_memory(Path(), mine.cut(state.shards), {}), ranks.rank, generation)[1]
+    paths = {key: state.paths[key] for key in (*files.index.names, *mine.objects)}
     everybodys = ranks.collect(_Written(files.index, files.output.total_bytes, paths, mine.objects))
     with ranks.together():
         if everybodys is not None:

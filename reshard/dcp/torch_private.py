@@ -23,6 +23,7 @@ __all__ = [
     "METADATA_CLASSES",
     "OBJECT_CLASSES",
     "ShardedTensor",
+    "StorageInfo",
     "empty_sharded_like",
     "is_traceable_wrapper_subclass",
     "local_box",
@@ -30,6 +31,9 @@ __all__ = [
 
 # ``local_box(shape, mesh, placements)``: sizes and offsets of this rank's part of a DTensor; () for the offsets where
 # it has none. Public code can learn them only from methods of DTensor that are private as well.
+
+# Where a chunk lies, in ``.metadata``: what a storage plug-in has to return, and it has no public name.
+StorageInfo = filesystem._StorageInfo
 
 # ``is_traceable_wrapper_subclass(tensor)``: whether it is made of other tensors, as quantised weights are. Nothing
 # public tells.

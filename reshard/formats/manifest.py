@@ -102,7 +102,7 @@ def metric(folder: str | os.PathLike[str], name: str) -> float | None:
 
 
 def as_metrics(given: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """Measured values as the manifest has them: floats by name, None for NaN and infinities.
+    """Measured values as the manifest has them: floats by name, None for NaN, infinities and what is None already.
 
     Raises:
         UsageError: a name is not a string, or a value not one number.
@@ -114,7 +114,7 @@ def as_metrics(given: Mapping[str, Any] | None) -> dict[str, float | None]:
         try:
             if type(name) is not str or isinstance(value, (str, bytes)):
                 raise TypeError
-            number = float(value)
+            number = math.nan if value is None else float(value)
         # RuntimeError is what tensors of several elements raise.
         except (TypeError, ValueError, OverflowError, RuntimeError):
             raise UsageError("not a metric", key=f"metrics[{name!r}]", expected=_METRICS, found=_shown(value)) from None

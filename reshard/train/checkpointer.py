@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -144,7 +143,7 @@ class Checkpointer:
         self._samples = self._trained_on()
         return report
 
-    def step(self, metrics: Mapping[str, float] | None = None) -> bool:
+    def step(self, metrics: Mapping[str, float | None] | None = None) -> bool:
         """Counts an optimizer step that is done. Saves if it is time. True when the loop should end.
 
         A collective: the ranks agree on a stop here, so all save the same step.
@@ -161,7 +160,7 @@ class Checkpointer:
             self._mark_stopped()
         return stop
 
-    def save(self, metrics: Mapping[str, float] | None = None) -> Path:
+    def save(self, metrics: Mapping[str, float | None] | None = None) -> Path:
         """Saves now, unless this step is saved as it is; returns its folder. Then removes the steps that nothing keeps.
 
         A step that is saved already is saved again, all of it, if anything but a tensor has changed since, such as a
@@ -189,8 +188,7 @@ class Checkpointer:
             if self._ranks.rank == 0:
                 for path in abandon_later(self.directory, step, self.attempt):
                     self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
-        values = {name: math.nan if value is None else value for name, value in measured.items()}
-        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True, metrics=values)
+        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True, metrics=measured)
         self._saved_step = step
         self._measured = step, measured
         self._saved_small = small_state(self.state)

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.dcp.flat import FlatState
+from reshard.dcp.local_state import LocalState
 from reshard.dcp.ranks import Ranks, all_ranks
-from reshard.dcp.save import save_values
+from reshard.dcp.writing import write_state
 from reshard.environment import attempt_token, ranks_per_node
 from reshard.errors import CheckpointUnsound, StorageError, UsageError
 from reshard.formats import manifest as manifests
@@ -77,8 +78,8 @@ def save_state(
         folder = ranks.broadcast(stage.path if stage else None)
         assert folder is not None
         with ranks.together():
-            flat = FlatState.of(collected.tensors)
-        written = save_values(flat, folder, ranks)
+            local = LocalState.of(FlatState.of(collected.tensors))
+        written = write_state(local, folder, ranks)
         files: dict[str, Any] = {name: mark.to_json() for name, mark in written.items()}
         manifest = replace_fields(_manifest(state, collected, ranks, attempt), files=files, metrics=measured or None)
         committed: Path | None = None

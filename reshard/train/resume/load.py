@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from reshard.dcp.load import open_on
+from reshard.dcp.filling import open_on
 from reshard.dcp.ranks import all_ranks
 from reshard.dcp.stored import TensorSpec, is_lossy, nested
 from reshard.errors import ReshardError, StateMismatch, UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reshard.dcp.load import Filling, plan_filling
+from reshard.dcp.filling import Filling, plan_filling
 from reshard.dcp.ranks import Ranks
 from reshard.dcp.stored import StoredState
 from reshard.errors import CheckpointNotFound, CheckpointUnsound

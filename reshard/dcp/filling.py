@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.dcp import objects
 from reshard.dcp.exchange import exchange
+from reshard.dcp.objects import object_from_bytes
 from reshard.dcp.ranks import Ranks
 from reshard.dcp.shards import Shard, TensorSink, as_array, shards_of
 from reshard.dcp.sharing import Held, Shares, part_rows, share
@@ -82,7 +82,7 @@ class Filling:
             for key, value in self.values.items():
                 if not isinstance(value, torch.Tensor):
                     path = self.source.path / self.source.index.objects[key].file
-                    found[key] = objects.from_bytes(key, self.source.object_bytes(key), path)
+                    found[key] = object_from_bytes(key, self.source.object_bytes(key), path)
         exchange(self.shards, self.held, self.shares, self.ranks)
         self.values.update(found)
 

@@ -7,16 +7,15 @@ into its file; rank 0 writes ``.metadata`` last, by a rename. Until then the fol
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from reshard.dcp import objects
-from reshard.dcp.flat import FlatState
+from reshard.dcp.local_state import LocalState
 from reshard.dcp.memory import in_memory
+from reshard.dcp.objects import object_to_bytes
 from reshard.dcp.ranks import Ranks
 from reshard.dcp.save_plan import lay_out, plan_save
-from reshard.dcp.shards import Shard, shards_of
 from reshard.engine.blocks import BlockFile
 from reshard.engine.run import Budget, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
@@ -35,8 +34,8 @@ STAGING_BYTES = 64 << 20
 _DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
 
 
-def save_values(flat: FlatState, folder: Path, ranks: Ranks) -> dict[str, Fingerprint]:
-    """Writes a flat state dict into a folder that exists. Collective.
+def write_state(state: LocalState, folder: Path, ranks: Ranks) -> dict[str, Fingerprint]:
+    """Writes what the ranks hold of a state into a folder that exists. Collective.
 
     Of small plain tensors and of objects that several ranks have under one key, the lowest rank's are written. A plain
     tensor of 1 MiB and more is taken to be the same on all ranks that have it, and so are the replicas of a shard: each
@@ -46,17 +45,15 @@ def save_values(flat: FlatState, folder: Path, ranks: Ranks) -> dict[str, Finger
         The fingerprint of every file, on every rank.
 
     Raises:
-        UsageError: something in the state cannot be stored, or the shards do not make up whole tensors.
+        UsageError: an object cannot be stored, or the shards do not make up whole tensors.
         ReshardError: on every rank, if any failed. The folder then still holds what it held before.
     """
-    shards: list[Shard] = []
     generation = 0
     with ranks.together():
-        shards = shards_of(flat.values)
         if ranks.rank == 0:
-            generation = _next_generation(folder)
+            generation = next_generation(folder)
     generation = ranks.broadcast(generation)
-    plan = plan_save(shards, flat, ranks, generation)
+    plan = plan_save(state, ranks, generation)
     names: list[str] = []
     try:
         marks: dict[str, Fingerprint] = {}
@@ -64,10 +61,12 @@ def save_values(flat: FlatState, folder: Path, ranks: Ranks) -> dict[str, Finger
             if ranks.rank == 0:
                 require_space(folder / dcp_metadata.FILE_NAME, plan.total_bytes)
         with ranks.together():
-            content = {key: objects.to_bytes(key, flat.values[key]) for key in plan.objects}
-            job, files = lay_out(in_memory(folder, plan.cut(shards), content), ranks.rank, generation)
+            content = {key: object_to_bytes(key, state.objects[key]) for key in plan.objects}
+            job, files = lay_out(in_memory(folder, plan.cut(state.shards), content), ranks.rank, generation)
             names.extend(files.output.names)
-            marks = written_fingerprints(files.output, content, job.source.files, _write(job, folder, ranks))
+            marks = written_fingerprints(
+                files.output, content, job.source.files, write_files(job, folder, ranks_per_node(ranks.size))
+            )
         written = ranks.collect((marks, files.objects))
         with ranks.together():
             if written is not None:
@@ -79,17 +78,24 @@ def save_values(flat: FlatState, folder: Path, ranks: Ranks) -> dict[str, Finger
         _remove(folder, names)
         raise
     if ranks.rank == 0:
-        _remove(folder, _data_files(folder) - marks.keys())
+        sweep(folder, marks.keys())
     return ranks.broadcast(marks)
 
 
-def _write(job: Job, folder: Path, ranks: Ranks) -> Int:
-    """Writes this rank's file, durably, and returns the CRC-32 of each payload."""
+def write_files(job: Job, folder: Path, processes: int) -> Int:
+    """Writes the files of a job that reads from memory, durably, and returns the CRC-32 of each payload.
+
+    Args:
+        processes: how many do so on this machine at once.
+
+    Raises:
+        StorageError: the file system refused.
+    """
     outcomes: dict[Segment, Outcome] = {}
     paths = [folder / name for name in job.output.names]
     for path, length_bytes in zip(paths, job.output.length_bytes.tolist(), strict=True):
         BlockFile(path, length_bytes, create=True).close()
-    budget = Budget.of(STAGING_BYTES, ranks_per_node(ranks.size))
+    budget = Budget.of(STAGING_BYTES, processes)
     write_segments(job, folder, segments_of(job), budget, outcomes.update)
     crcs = finish(job, folder, outcomes.values())
     for path in paths:
@@ -102,14 +108,22 @@ def _data_files(folder: Path) -> set[str]:
         return {path.name for path in folder.iterdir() if _DATA_FILE.fullmatch(path.name)}
 
 
-def _next_generation(folder: Path) -> int:
-    """A number that no file there has: what is there stays as it is until the new metadata is."""
+def next_generation(folder: Path) -> int:
+    """A number that no file there has: what is there stays as it is until the new metadata is.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
     numbers = [int(match[1]) for name in _data_files(folder) if (match := _DATA_FILE.fullmatch(name))]
     return max(numbers, default=-1) + 1
 
 
+def sweep(folder: Path, kept: Collection[str]) -> None:
+    """Removes the data files of saves before, or of ones that did not end. What stays behind harms nobody."""
+    _remove(folder, _data_files(folder).difference(kept))
+
+
 def _remove(folder: Path, names: Iterable[str]) -> None:
-    """Removes files to which no metadata refers, as well as it can: they harm nobody."""
     with suppress(OSError):
         for name in names:
             (folder / name).unlink(missing_ok=True)
