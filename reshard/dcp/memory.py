@@ -25,8 +25,8 @@ Bytes = NDArray[np.uint8]
 class MemoryFiles(SourceFiles):
     """Tensors and objects as numbered files, in the order of their elements whatever their strides."""
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], objects: Sequence[bytes]) -> None:
-        super().__init__([Path(name) for name in names])
+    def __init__(self, folder: Path, tensors: Sequence[torch.Tensor], objects: Sequence[bytes]) -> None:
+        super().__init__([folder] * (len(tensors) + len(objects)))
         self._tensors = tensors
         self._contents: list[Bytes | None] = [_contiguous(tensor) for tensor in tensors]
         self._contents += [np.frombuffer(content, dtype=np.uint8) for content in objects]
@@ -100,7 +100,7 @@ def in_memory(folder: Path, shards: Sequence[Shard], objects: Mapping[str, bytes
         index=index,
         manifest=None,
         paths={},
-        files=MemoryFiles(names, [shard.tensor for shard in shards], list(objects.values())),
+        files=MemoryFiles(folder, [shard.tensor for shard in shards], list(objects.values())),
         payloads=Payloads(zeros, zeros - 1, zeros, lengths),
         locate=_nothing_to_find,
     )

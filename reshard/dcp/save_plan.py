@@ -23,8 +23,9 @@ from reshard.dcp.sharing import CUT_BYTES, Held, Shares, part_rows, share
 from reshard.engine.spans import Job
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp_metadata_writer import metadata_bytes
 from reshard.formats.dcp_output import DcpFiles, lay_out_dcp
-from reshard.index.index import ARCHIVE, Index, IndexBuilder
+from reshard.index.index import ARCHIVE, Index, IndexBuilder, Place
 from reshard.plan import Layout, Plan
 
 # Runs use one layout or two (weights alone, everything); evaluations in between may bring a third.
@@ -34,7 +35,7 @@ _FAULTS_NAMED = 20
 Ints = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SavePlan:
     """What this rank is to write.
 
@@ -51,6 +52,17 @@ class SavePlan:
     index: Index | None = None
     paths: dict[str, Steps] | None = None
     total_bytes: int = 0
+    _metadata: tuple[dict[str, Place], bytes] | None = None
+
+    def metadata(self, objects: dict[str, Place]) -> bytes:
+        """The content of ``.metadata``, with the objects in these places; for rank 0.
+
+        It is made anew only where an object has another place than at the save before.
+        """
+        assert self.index is not None and self.paths is not None
+        if self._metadata is None or self._metadata[0] != objects:
+            self._metadata = objects, metadata_bytes(self.index, objects, self.paths)
+        return self._metadata[1]
 
     def cut(self, shards: Sequence[Shard]) -> list[Shard]:
         """The boxes to be written, of the shards that this rank holds."""

@@ -23,10 +23,10 @@ from reshard.engine.spans import Job
 from reshard.environment import ranks_per_node
 from reshard.errors import ReshardError
 from reshard.formats import dcp_metadata
-from reshard.formats.dcp_metadata_writer import metadata_bytes
 from reshard.formats.fingerprint import Fingerprint, written_fingerprints
 from reshard.index.index import Int
 from reshard.storage.durable import fsync_file, require_space, storage_errors, write_atomic
+from reshard.storage.visibility import VISIBILITY_TIMEOUT_S, wait_until_seen
 
 # Blocks through which a rank's bytes pass: all the memory it needs, beside the state.
 STAGING_BYTES = 64 << 20
@@ -34,22 +34,29 @@ STAGING_BYTES = 64 << 20
 _DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
 
 
-def write_state(state: LocalState, folder: Path, ranks: Ranks) -> dict[str, Fingerprint]:
-    """Writes what the ranks hold of a state into a folder that exists. Collective.
+def write_state(
+    state: LocalState, folder: Path, ranks: Ranks, *, visibility_timeout_s: float = VISIBILITY_TIMEOUT_S
+) -> dict[str, Fingerprint]:
+    """Writes what the ranks hold of a state into a folder that rank 0 has made. Collective.
 
     Of small plain tensors and of objects that several ranks have under one key, the lowest rank's are written. A plain
     tensor of 1 MiB and more is taken to be the same on all ranks that have it, and so are the replicas of a shard: each
     of the holders writes a part.
+
+    Args:
+        visibility_timeout_s: how long what another rank has written may stay unseen.
 
     Returns:
         The fingerprint of every file, on every rank.
 
     Raises:
         UsageError: an object cannot be stored, or the shards do not make up whole tensors.
+        StorageError: the file system refused, or the ranks do not see each other's files.
         ReshardError: on every rank, if any failed. The folder then still holds what it held before.
     """
     generation = 0
     with ranks.together():
+        wait_until_seen(folder, {}, visibility_timeout_s)
         if ranks.rank == 0:
             generation = next_generation(folder)
     generation = ranks.broadcast(generation)
@@ -71,9 +78,9 @@ def write_state(state: LocalState, folder: Path, ranks: Ranks) -> dict[str, Fing
         with ranks.together():
             if written is not None:
                 marks = {name: mark for theirs, _ in written for name, mark in theirs.items()}
+                wait_until_seen(folder, {name: mark.length_bytes for name, mark in marks.items()}, visibility_timeout_s)
                 places = {key: place for _, theirs in written for key, place in theirs.items()}
-                assert plan.index is not None and plan.paths is not None
-                write_atomic(folder / dcp_metadata.FILE_NAME, metadata_bytes(plan.index, places, plan.paths))
+                write_atomic(folder / dcp_metadata.FILE_NAME, plan.metadata(places))
     except ReshardError:
         _remove(folder, names)
         raise

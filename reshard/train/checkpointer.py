@@ -17,10 +17,11 @@ from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
 from reshard.storage.retention import Best, Retention, pin, plan_retention, record_resumed, remove, unpin
 from reshard.storage.steps import committed_steps, step_path, uncommitted
+from reshard.train.capture import small_state
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
-from reshard.train.save import save_state, small_state
+from reshard.train.save import save_state
 from reshard.train.state import TrainState
 from reshard.verify.structure import structure_faults
 
