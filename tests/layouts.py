@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,10 +40,12 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@functools.cache
 def _flat_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+@functools.cache
 def _square_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
 

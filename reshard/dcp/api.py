@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as stock_async_save
@@ -60,7 +60,8 @@ def load(
         process_group: whose ranks load; by default all.
         no_dist: this process alone.
         verify: which records are compared with their checksums: ``whole``, those that a rank reads the whole of;
-            ``always``, for which the rest of the others is read as well; ``never``.
+            ``always``, for which the rest of the others is read as well; ``never``. By default as a
+            `RangeReader` has it.
         allow_cast: round values into a dtype that cannot hold all of them.
 
     Raises:
@@ -75,8 +76,13 @@ def load(
         return
     ranks = _ranks(process_group, no_dist)
     folder = _folder(checkpoint_id, storage_reader)
-    unpacked = _unpacked(state_dict)
-    flat = FlatState.of(unpacked, nested=getattr(planner, "flatten_state_dict", True))
+    if isinstance(storage_reader, RangeReader) and verify == "whole":
+        verify = storage_reader.verify
+    unpacked: dict[str, Any] = {}
+    flat = FlatState()
+    with ranks.together():
+        unpacked = _unpacked(state_dict)
+        flat = FlatState.of(unpacked, nested=getattr(planner, "flatten_state_dict", True))
     with open_on(folder, ranks) as source:
         values = flat.values
         if getattr(planner, "allow_partial_load", False):
@@ -167,7 +173,10 @@ def async_save(
     background = Background.of(ranks)
     folder = _folder(checkpoint_id, storage_writer)
     background.finish()
-    state = background.copy(_taken_apart(state_dict, planner, folder, storage_writer, ranks))
+    taken = _taken_apart(state_dict, planner, folder, storage_writer, ranks)
+    state = taken
+    with ranks.together():
+        state = background.copy(taken)
     return background.start(lambda ranks: write_state(state, folder, ranks))
 
 
@@ -188,6 +197,11 @@ def _taken_apart(
 
 def _is_for_stock(writer: StorageWriter | None, planner: SavePlanner | None) -> bool:
     own_kinds = (type(None), FileSystemWriter, RangeWriter)
+    if isinstance(writer, FileSystemWriter) and (
+        writer.transforms.extensions or writer.serialization_format != SerializationFormat.TORCH_SAVE
+    ):
+        # Compressed, encrypted or of another format: to leave that out would be worse than to be slow.
+        return True
     return type(writer) not in own_kinds or type(planner) not in (type(None), DefaultSavePlanner)
 
 

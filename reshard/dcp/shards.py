@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import Shard as ShardPlacement
 
-from reshard.dcp.torch_private import ShardedTensor, is_traceable_wrapper_subclass, local_box
+from reshard.dcp.torch_private import ShardedTensor, StridedShard, is_traceable_wrapper_subclass, local_box
 from reshard.errors import UsageError
 from reshard.geometry.box import Box
 from reshard.index.dtypes import ITEM_BYTES
@@ -108,7 +109,36 @@ def _box_of(
             found=placements,
             hint="redistribute it to Replicate() or Shard(dim) first",
         )
+    for dim in {placement.dim for placement in placements if isinstance(placement, StridedShard)}:
+        if not _follow_one_another(shape[dim], mesh, placements, dim):
+            raise UsageError(
+                "a placement that gives this rank rows which do not follow one another",
+                key=key,
+                found=placements,
+                hint="redistribute it to Shard(dim) first",
+            )
     return local_box(shape, mesh, placements)
+
+
+def _follow_one_another(length: int, mesh: Any, placements: tuple[Placement, ...], dim: int) -> bool:
+    """Whether what this rank has of a dim is a range of it."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return True
+    rows = torch.arange(length)
+    for axis, (placement, part) in enumerate(zip(placements, coordinate, strict=True)):
+        if isinstance(placement, StridedShard) and placement.dim == dim:
+            stripes = rows.chunk(int(placement.split_factor))
+            rows = torch.cat([_chunk(stripe, mesh.size(axis), part) for stripe in stripes])
+        elif isinstance(placement, ShardPlacement) and placement.dim == dim:
+            rows = _chunk(rows, mesh.size(axis), part)
+    return not len(rows) or int(rows[-1] - rows[0]) + 1 == len(rows)
+
+
+def _chunk(rows: torch.Tensor, parts: int, part: int) -> torch.Tensor:
+    """One of the parts of ``torch.chunk``, which may be fewer than was asked for."""
+    chunks = rows.chunk(parts)
+    return chunks[part] if part < len(chunks) else rows[:0]
 
 
 def _require_dense(shard: Shard) -> None:

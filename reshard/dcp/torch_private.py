@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_box
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "OBJECT_CLASSES",
     "ShardedTensor",
     "StorageInfo",
+    "StridedShard",
     "empty_sharded_like",
     "is_traceable_wrapper_subclass",
     "local_box",
@@ -31,6 +33,9 @@ __all__ = [
 
 # ``local_box(shape, mesh, placements)``: sizes and offsets of this rank's part of a DTensor; () for the offsets where
 # it has none. Public code can learn them only from methods of DTensor that are private as well.
+
+# ``StridedShard(dim, split_factor=)``: what FSDP2 makes of a dim that tensor parallelism cuts as well. ``local_box``
+# says where the first of its rows lies, and nothing of whether the others follow.
 
 # Where a chunk lies, in ``.metadata``: what a storage plug-in has to return, and it has no public name.
 StorageInfo = filesystem._StorageInfo

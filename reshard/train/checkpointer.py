@@ -6,22 +6,25 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.dcp.ranks import all_ranks
+from reshard.dcp.background import Background
+from reshard.dcp.ranks import Ranks, all_ranks
 from reshard.environment import attempt_token
-from reshard.errors import CheckpointNotFound, CheckpointUnsound, StorageError, UsageError
+from reshard.errors import CheckpointNotFound, CheckpointUnsound, ReshardError, StorageError, UsageError
 from reshard.formats import manifest
 from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
 from reshard.storage.retention import Best, Retention, pin, plan_retention, record_resumed, remove, unpin
 from reshard.storage.steps import committed_steps, step_path, uncommitted
-from reshard.train.capture import small_state
+from reshard.storage.visibility import VISIBILITY_TIMEOUT_S
+from reshard.train.capture import Captured, capture, small_state
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
-from reshard.train.save import save_state
+from reshard.train.save import commit_step
 from reshard.train.state import TrainState
 from reshard.verify.structure import structure_faults
 
@@ -42,6 +45,7 @@ class Checkpointer:
             if checkpointer.step():      # counts it; saves if it is time; True when the loop should end
                 break
         checkpointer.save()              # the last steps, if the interval did not end there
+        checkpointer.wait()              # with async_save=True: until they are on the disk
 
     Call ``step`` last: what a loop does after it (a schedule that moves once an epoch) is not in the step that it
     saved, and a run resumed there would not do it again.
@@ -56,6 +60,10 @@ class Checkpointer:
     ``keep_every``, none of the best by ``keep_best``, not pinned. The newest sound step never goes, nor the one that
     the run was resumed from until it has saved another.
 
+    With ``async_save`` the loop waits only while the state is copied to host memory; a thread writes, prunes and says
+    so. The next save waits for it, and raises if it failed; so does ``wait``, to be called before the process group is
+    destroyed. A step that is being written when the process dies was never there.
+
     Args:
         directory: the run's folder, shared by all ranks.
         state: what is saved and restored. ``step`` counts ``state.step``.
@@ -64,8 +72,10 @@ class Checkpointer:
         keep_every: keep the steps that are multiples of it.
         keep_best: a metric and how many steps to keep by it: ``("loss", 2)``, where the smallest is best, or
             ``("accuracy", 2, "max")``. Of its values at the saves (``step(metrics=...)``), NaN is never best.
+        async_save: write in the background.
         stop: asked on every rank at each step; if any says yes, all save once and end. Such as ``StopSignal()``.
         attempt: a name for this start of the run; by default from the environment.
+        visibility_timeout_s: as for :func:`reshard.save_state`.
     """
 
     def __init__(
@@ -77,8 +87,10 @@ class Checkpointer:
         keep_latest_k: int = 3,
         keep_every: int | None = None,
         keep_best: tuple[str, int] | tuple[str, int, str] | None = None,
+        async_save: bool = False,
         stop: Callable[[], bool] | None = None,
         attempt: str | None = None,
+        visibility_timeout_s: float = VISIBILITY_TIMEOUT_S,
     ) -> None:
         if type(interval) is not int or interval < 1:
             raise UsageError("not a count", key="interval", expected="an int of at least 1", found=repr(interval))
@@ -93,7 +105,10 @@ class Checkpointer:
         self.state = state
         self.interval = interval
         self.retention = retention
+        self.async_save = async_save
         self.stop = stop
+        self.visibility_timeout_s = visibility_timeout_s
+        self._background = Background.of(self._ranks)
         intervals = set(self._ranks.gather(interval))
         if len(intervals) > 1:
             raise UsageError("the ranks would save at different steps", key="interval", found=sorted(intervals))
@@ -123,6 +138,7 @@ class Checkpointer:
             CheckpointUnsound: a named step is damaged, or all there are.
             ReshardError: as ``load_state``.
         """
+        self.wait()
         folder: Path | None = None
         metrics: dict[str, float | None] = {}
         with self._ranks.together():
@@ -158,11 +174,14 @@ class Checkpointer:
         if stop or self.state.step % self.interval == 0:
             self.save(metrics)
         if stop:
+            self.wait()
             self._mark_stopped()
         return stop
 
     def save(self, metrics: Mapping[str, float | None] | None = None) -> Path:
         """Saves now, unless this step is saved as it is; returns its folder. Then removes the steps that nothing keeps.
+
+        With ``async_save`` it returns when the state is copied; the folder is there after ``wait``.
 
         A step that is saved already is saved again, all of it, if anything but a tensor has changed since, such as a
         schedule that moved at the end of an epoch, or a metric.
@@ -173,7 +192,7 @@ class Checkpointer:
 
         Raises:
             UsageError: a metric is not a number. Nothing was saved.
-            ReshardError: as ``save_state``.
+            ReshardError: as ``save_state``; or what was being saved in the background failed, and nothing is saved now.
         """
         step = self.state.step
         with self._ranks.together():
@@ -184,21 +203,44 @@ class Checkpointer:
             has_changed = measured != before or self._saved_small != small_state(self.state)
             if not self._ranks.maxima([has_changed])[0]:
                 return step_path(self.directory, step)
+        self.wait()
         began = time.monotonic()
         with self._ranks.together():
             if self._ranks.rank == 0:
                 for path in abandon_later(self.directory, step, self.attempt):
                     self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
-        path = save_state(self.directory, self.state, attempt=self.attempt, replace=True, metrics=measured)
+        captured = capture(self.state, self._ranks, self.attempt, measured)
+        if self.async_save:
+            copied = replace(captured, local=self._background.copy(captured.local))
+            self._background.start(lambda ranks: self._write(copied, ranks, began))
+        else:
+            self._write(captured, self._ranks, began)
         self._saved_step = step
         self._measured = step, measured
         self._saved_small = small_state(self.state)
-        self._ranks.say(f"saved step {step} to {path} in {time.monotonic() - began:.1f} s")
+        return step_path(self.directory, step)
+
+    def wait(self) -> None:
+        """Waits until what is being saved in the background is committed. Every rank must call it.
+
+        Raises:
+            ReshardError: it failed, and the steps are as they were before.
+        """
+        try:
+            self._background.finish()
+        except ReshardError:
+            self._saved_step = None
+            raise
+
+    def _write(self, captured: Captured, ranks: Ranks, began: float) -> None:
+        path = commit_step(
+            self.directory, captured, ranks, replace=True, visibility_timeout_s=self.visibility_timeout_s
+        )
+        ranks.say(f"saved step {captured.manifest.step} to {path} in {time.monotonic() - began:.1f} s")
         # Deleting takes long, and the ranks that do not delete are to wait here, not in a collective of the next step.
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        with ranks.together():
+            if ranks.rank == 0:
                 self._prune()
-        return path
 
     def pin(self, step: int) -> None:
         """Keeps a saved step until ``unpin``: no retention removes it, of this run, a later start or ``reshard prune``.
@@ -207,6 +249,7 @@ class Checkpointer:
             CheckpointNotFound: the step is not there.
             ReshardError: on every rank, if the file system refused.
         """
+        self.wait()
         with self._ranks.together():
             if self._ranks.rank == 0:
                 pin(self.directory, step)
