@@ -7,6 +7,7 @@ what is read is computed while it is in cache; a stored record that was read as 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,7 +120,7 @@ class _Filling:
         if self._is_complete:
             direct += self._rests(direct, set(self._pieces.rows[banded].tolist()))
         tasks: list[Callable[[], None]] = [self._reader(unit) for unit in _units(direct)]
-        tasks += [self._bander(piece) for piece in banded]
+        tasks += [task for piece in banded for task in self._banders(piece)]
         _run_all(tasks, threads)
         for row in sorted(self._unverified):
             payloads, file = self._source.payloads, int(self._source.index.file[row])
@@ -177,31 +178,37 @@ class _Filling:
 
         return read
 
-    def _bander(self, piece: int) -> Callable[[], None]:
+    def _banders(self, piece: int) -> Iterator[Callable[[], None]]:
+        """The tasks that read a piece in bands, some bands each."""
         index, pieces = self._source.index, self._pieces
         row, target = int(pieces.rows[piece]), pieces.targets[piece]
-        number = int(index.owner[row])
-        dims = len(index.shapes[number])
+        dtype = index.dtypes[int(index.owner[row])]
+        dims = len(index.shapes[int(index.owner[row])])
         whole = Box(tuple(pieces.offsets[piece, :dims].tolist()), tuple(pieces.sizes[piece, :dims].tolist()))
+        # Bands of a transposed chunk would each read all of it.
+        most_bytes = BAND_BYTES if row not in self._source.payloads.strides else _UNIT_BYTES
+        most, at_once = most_bytes // ITEM_BYTES[dtype], _UNIT_BYTES // ITEM_BYTES[dtype]
 
         def observe(place: int, content: memoryview) -> None:
             self._check(row, place, content)
 
-        def read() -> None:
-            # Bands of a transposed chunk would each read all of it.
-            most_bytes = BAND_BYTES if row not in self._source.payloads.strides else _UNIT_BYTES
-            most, done = most_bytes // ITEM_BYTES[index.dtypes[number]], 0
-            while done < whole.elements:
-                _, band = band_at(whole.sizes, done, most)
+        def read(bands: Sequence[Box]) -> None:
+            for band in bands:
                 place = Box(tuple(a + b for a, b in zip(whole.offsets, band.offsets, strict=True)), band.sizes)
                 elements = self._source.read_chunk(row, place, observe)
                 if isinstance(target, np.ndarray):
                     target[tuple(slice(a, b) for a, b in zip(band.offsets, band.ends, strict=True))] = elements
                 else:
                     target.put(band, elements)
-                done += band.elements
 
-        return read
+        bands: list[Box] = []
+        begin = done = 0
+        while done < whole.elements:
+            bands.append(band_at(whole.sizes, done, most)[1])
+            done += bands[-1].elements
+            if done - begin >= at_once or done == whole.elements:
+                yield functools.partial(read, bands)
+                bands, begin = [], done
 
     def _check(self, row: int, place: int, content: memoryview) -> None:
         """Adds bytes that were read, from a place in the file on, to the checksum of their record."""
