@@ -47,7 +47,7 @@ class Bench:
     places: Mapping[str, Path]
     gigabytes: float
     repeats: int
-    with_torch: bool
+    with_torch: bool = True
 
     def scaled(self, count: int) -> int:
         """A number that is meant for 2 GB, less in proportion for a trial with less."""
@@ -110,14 +110,19 @@ def _fields(contender: Contender, finished: Finished) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files."""
-    return sum(path.stat().st_size for path in folder.iterdir())
+    """Of all files, those in folders of it as well."""
+    return sum(path.stat().st_size for path in files_of(folder))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All of them, in their order; none where there is no folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def read_all(folder: Path) -> None:
     """Brings a folder's files into the page cache."""
     buffer = bytearray(1 << 20)
-    for path in sorted(folder.iterdir()):
+    for path in files_of(folder):
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass

@@ -85,7 +85,9 @@ def run(command: Sequence[object], patience_s: float = PATIENCE_S) -> Finished:
         out.seek(0), talk.seek(0)
         if process.returncode:
             said = " ".join(talk.read().decode(errors="replace").split())
-            raise ContenderFailed(f"exit status {process.returncode}: {said[-400:]}")
+            # torchrun's own words come after those of the ranks.
+            cause = said[: said.find("torch/distributed/elastic")] if "torch/distributed/elastic" in said else said
+            raise ContenderFailed(f"exit status {process.returncode}: {(cause or said)[-400:]}")
         return Finished(
             seconds,
             usage.ru_utime + usage.ru_stime,

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 Line = dict[str, Any]
 Value = tuple[str, str]
@@ -17,7 +17,7 @@ class Record:
     """Collects lines, and writes each as it comes.
 
     A line of a measurement has ``section``, ``case``, ``where``, ``contender``, ``repeat`` and ``seconds``, or instead
-    of these last ``failed``.
+    of these last ``failed``, or ``left_out``: why it took no part.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -39,6 +39,7 @@ class Goal:
     Attributes:
         at_most: the ratio may not be above ``bound``; else not below.
         bound: None where the issue asks for the number only.
+        case, where: the only ones that the goal is about; by default all.
     """
 
     section: str
@@ -47,12 +48,14 @@ class Goal:
     under: Value | None
     at_most: bool
     bound: float | None
+    case: str | None = None
+    where: str | None = None
 
     def found(self, lines: Sequence[Line]) -> Iterator[Line]:
         """For each case and place, the median over the repeats."""
         groups: dict[tuple[str, str], dict[int, dict[Value, float]]] = {}
         for line in lines:
-            if line["section"] != self.section or "repeat" not in line:
+            if "repeat" not in line or not self._is_about(line):
                 continue
             for contender, field in (self.over, self.under or self.over):
                 if line["contender"] == contender and field in line:
@@ -68,6 +71,10 @@ class Goal:
             if ratios:
                 yield self._line(case, where, ratios)
 
+    def _is_about(self, line: Line) -> bool:
+        wanted = (self.section, self.case or line["case"], self.where or line["where"])
+        return wanted == (line["section"], line["case"], line["where"])
+
     def _line(self, case: str, where: str, ratios: list[float]) -> Line:
         median = statistics.median(ratios)
         fields: Line = {"section": self.section, "case": case, "where": where, "ratio": self.text}
@@ -78,20 +85,32 @@ class Goal:
         return {**fields, "bound": f"{'<=' if self.at_most else '>='} {self.bound:g}", "met": met}
 
 
-def medians(lines: Sequence[Line]) -> Iterator[list[str]]:
+class Column(NamedTuple):
+    """A column of the table: its title, the field that it shows, and what that is multiplied by."""
+
+    title: str
+    field: str
+    factor: float = 1.0
+
+
+def medians(lines: Sequence[Line], columns: Sequence[Column]) -> Iterator[list[str]]:
     """Rows: what was measured, and the medians of what was found."""
-    yield ["section", "case", "where", "contender", "wall s", "inside s", "GB/s", "peak MB"]
+    yield ["section", "case", "where", "contender", *(column.title for column in columns)]
+    for names, group in by_contender(lines).items():
+        if failures := [line["failed"] for line in group if "failed" in line]:
+            yield [*names, f"failed: {failures[0][:60]}", *[""] * (len(columns) - 1)]
+        elif any("repeat" in line for line in group):
+            found = ((median_of(group, column.field), column.factor) for column in columns)
+            yield [*names, *("" if value is None else _number(value * factor) for value, factor in found)]
+
+
+def by_contender(lines: Sequence[Line]) -> dict[tuple[str, ...], list[Line]]:
+    """Section, case, place and contender -> the lines of all repeats."""
     groups: dict[tuple[str, ...], list[Line]] = {}
     for line in lines:
         if "contender" in line:
             groups.setdefault(tuple(line[name] for name in ("section", "case", "where", "contender")), []).append(line)
-    for names, group in groups.items():
-        if failures := [line["failed"] for line in group if "failed" in line]:
-            yield [*names, f"failed: {failures[0][:60]}", "", "", ""]
-            continue
-        peak = _median(group, "peak_bytes")
-        columns = (_median(group, name) for name in ("seconds", "inside_s", "gb_per_s"))
-        yield [*names, *(_number(value) for value in columns), "" if peak is None else f"{peak / 1e6:.0f}"]
+    return groups
 
 
 def verdicts(lines: Sequence[Line]) -> Iterator[list[str]]:
@@ -111,10 +130,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _median(group: Sequence[Line], field: str) -> float | None:
+def median_of(group: Sequence[Line], field: str) -> float | None:
+    """Of the lines that have the field."""
     values = [line[field] for line in group if field in line]
     return statistics.median(values) if values else None
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from known_state import empty_tensor
 from memory import peak_bytes
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
 
@@ -45,7 +46,7 @@ def _write_rank(rank: int, ranks: int, meeting: str, shapes: dict[str, list[int]
     torch.manual_seed(rank)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    state: dict[str, Any] = {name: _tensor(shape, torch.float32, mesh) for name, shape in shapes.items()}
+    state: dict[str, Any] = {name: empty_tensor(shape, torch.float32, mesh) for name, shape in shapes.items()}
     for tensor in state.values():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.fill_(1000.0)
         local.uniform_(-1, 1) if local.dim() else None
@@ -77,21 +78,11 @@ def load_save(source: str, destination: str) -> dict[str, Any]:
 
 def _empty_state(metadata: Metadata, mesh: DeviceMesh) -> dict[str, Any]:
     return {
-        name: _tensor(entry.size, entry.properties.dtype, mesh) if isinstance(entry, TensorStorageMetadata) else None
+        name: empty_tensor(entry.size, entry.properties.dtype, mesh)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
         for name, entry in metadata.state_dict_metadata.items()
     }
-
-
-def _tensor(shape: Any, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
-    """Zeros: of a shard as FSDP2 has it, or, without dims, of the whole on every rank."""
-    shape = torch.Size(shape)
-    if not shape:
-        return torch.zeros((), dtype=dtype)
-    rows = -(-shape[0] // mesh.size())
-    own = max(0, min(rows, shape[0] - rows * mesh.get_local_rank()))
-    local = torch.zeros((own, *shape[1:]), dtype=dtype)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def through_one_file(source: str, destination: str) -> dict[str, Any]:

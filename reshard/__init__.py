@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
+    from reshard import dcp
     from reshard.batch.plan import BatchPlan
     from reshard.cluster.signals import StopSignal
     from reshard.formats.checkpoint import Checkpoint
@@ -70,6 +71,7 @@ __all__ = [
     "TrainState",
     "accumulate",
     "clip_grad_norm_",
+    "dcp",
     "exact",
     "export_weights",
     "load_state",
@@ -79,6 +81,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "dcp":
+        return importlib.import_module("reshard.dcp")
     if name not in _HOMES:
         raise AttributeError(f"module 'reshard' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -66,6 +66,8 @@ class Checkpoint:
     folder: str
     interval: int
     keep_latest_k: int = 3
+    keep_every: int | None = None
+    async_save: bool = False
     resume: str | int = "auto"
     """``auto``: the newest sound step in ``folder``, or from scratch. Else a step's number or path."""
 

@@ -117,6 +117,8 @@ def train(job: Job, device: torch.device) -> None:
         state,
         interval=settings.checkpoint.interval,
         keep_latest_k=settings.checkpoint.keep_latest_k,
+        keep_every=settings.checkpoint.keep_every,
+        async_save=settings.checkpoint.async_save,
         stop=stop,
     )
     checkpointer.resume(resume_from(settings.checkpoint.resume))
@@ -167,6 +169,7 @@ def train(job: Job, device: torch.device) -> None:
                 if state.step >= settings.train.steps:
                     break
     checkpointer.save()
+    checkpointer.wait()
 
 
 def start_distributed() -> torch.device:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -140,6 +141,28 @@ def layouts_at(world: int) -> list[str]:
     return [name for name, (_, mesh) in LAYOUTS.items() if mesh is not _square_mesh or even]
 
 
+Pairs = list[tuple[str, str]]
+"""(layout that was saved, layout that it is loaded into)"""
+
+# (ranks that saved, ranks that load, pairs): every layout on both sides, more ranks and fewer, 8 on either side.
+SOME: list[tuple[int, int, Pairs]] = [
+    (4, 3, [("transposed", "plain"), ("hsdp", "shard0"), ("tp rows", "sharded tensor")]),
+    (3, 4, [("plain", "tp columns"), ("sharded tensor", "hsdp"), ("shard1", "tp rows")]),
+    (2, 8, [("shard0", "shard1")]),
+    (8, 2, [("tp columns", "transposed")]),
+    (1, 2, [("plain", "shard0")]),
+]
+
+
+def all_pairs(saved: int, loaded: int) -> Pairs:
+    """Those of every layout that ranks can save, with every one that ranks can load."""
+    return [(source, target) for source in layouts_at(saved) for target in layouts_at(loaded)]
+
+
+WORLDS = (1, 2, 3, 4, 8)
+ALL = [(saved, loaded, all_pairs(saved, loaded)) for saved in WORLDS for loaded in WORLDS]
+
+
 def state(layout: str, seed: int) -> dict[str, Any]:
     """This rank's nested state dict; collective."""
     place, make_mesh = LAYOUTS[layout]
@@ -158,6 +181,11 @@ def state(layout: str, seed: int) -> dict[str, Any]:
         "numbers": [1, 2.5, seed],
         "mixed": [{"x": place(whole(seed + 2)["ten"], mesh)}, {"y": [seed]}, torch.full((2, 3), seed)],
     }
+
+
+def stock_planner(layout: str) -> DefaultLoadPlanner:
+    """For stock's load; its own default loses the ShardedTensors of which a rank has no rows."""
+    return DefaultLoadPlanner(flatten_sharded_tensors=layout != "sharded tensor")
 
 
 def local_tensors(value: Any) -> list[torch.Tensor]:

@@ -49,15 +49,17 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: f
         ]
         for process in processes:
             process.start()
-        _join(processes, timeout_s)
+        hung = _join(processes, timeout_s)
         outcomes = [_outcome(process, Path(folder) / f"result-{rank}") for rank, process in enumerate(processes)]
+        outcomes = [(None, "hung, and was killed") if rank in hung else told for rank, told in enumerate(outcomes)]
     failures = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(outcomes) if text]
     if failures:
         raise RankFailed("\n".join(failures))
     return [result for result, _ in outcomes]
 
 
-def _join(processes: list[BaseProcess], timeout_s: float) -> None:
+def _join(processes: list[BaseProcess], timeout_s: float) -> set[int]:
+    """Waits for all; the numbers of those that did not end."""
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         # A rank that is gone leaves the others waiting in a collective for ever.
@@ -65,10 +67,11 @@ def _join(processes: list[BaseProcess], timeout_s: float) -> None:
             deadline = min(deadline, time.monotonic() + 10.0)
         for process in processes:
             process.join(0.02)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
+    hung = {rank for rank, process in enumerate(processes) if process.is_alive()}
+    for rank in hung:
+        processes[rank].kill()
+        processes[rank].join()
+    return hung
 
 
 def _outcome(process: BaseProcess, path: Path) -> tuple[Any, str | None]:

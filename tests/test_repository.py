@@ -165,6 +165,7 @@ def test_public_names_are_frozen() -> None:
         "TrainState",
         "accumulate",
         "clip_grad_norm_",
+        "dcp",
         "exact",
         "export_weights",
         "load_state",

@@ -121,7 +121,7 @@ def save(
 
     Raises:
         UsageError: something in the state cannot be stored, or the shards do not make up whole tensors.
-        ReshardError: on every rank, if any failed.
+        ReshardError: on every rank, if any failed; or a save before, in the background, did.
     """
     if _is_for_stock(storage_writer, planner):
         writer = storage_writer or RangeWriter(_folder(checkpoint_id, None))
@@ -136,6 +136,8 @@ def save(
         return
     ranks = _ranks(process_group, no_dist)
     folder = _folder(checkpoint_id, storage_writer)
+    # Into the same folder, the two would take the same names for their files.
+    Background.of(ranks).finish()
     write_state(_taken_apart(state_dict, planner, folder, storage_writer, ranks), folder, ranks)
 
 

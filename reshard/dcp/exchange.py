@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.dcp.ranks import Ranks
-from reshard.dcp.shards import Shard
+from reshard.dcp.shards import Shard, as_array
 from reshard.dcp.sharing import Held, Shares, part_rows
 
 # Small boxes travel together, up to this many bytes; larger ones on their own, without a copy.
@@ -61,7 +61,7 @@ def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _send(pack: Sequence[torch.Tensor], receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    views = [tensor.contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in pack]
+    views = [tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in pack]
     content = views[0] if len(views) == 1 else torch.cat(views)
     for work in [dist.isend(content, group=group, group_dst=receiver) for receiver in receivers]:
         assert work is not None
@@ -69,7 +69,7 @@ def _send(pack: Sequence[torch.Tensor], receivers: Sequence[int], group: dist.Pr
 
 
 def _receive(pack: Sequence[torch.Tensor], sender: int, group: dist.ProcessGroup) -> None:
-    if len(pack) == 1 and pack[0].device.type == "cpu" and pack[0].is_contiguous():
+    if len(pack) == 1 and pack[0].is_contiguous() and as_array(pack[0]) is not None:
         dist.recv(pack[0].reshape(-1).view(torch.uint8), group=group, group_src=sender)
         return
     lengths = [tensor.numel() * tensor.element_size() for tensor in pack]

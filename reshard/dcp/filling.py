@@ -25,9 +25,8 @@ from reshard.dcp.stored import is_lossy, torch_dtype
 from reshard.engine.fill import Pieces, Target, Verify, fill
 from reshard.environment import ranks_per_node
 from reshard.errors import StateMismatch
-from reshard.formats import dcp_metadata
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.dcp import opened
+from reshard.formats.dcp import opened, read_metadata
 from reshard.index.index import Int
 from reshard.plan import Layout, make_plan, piece_boxes
 
@@ -43,10 +42,14 @@ def open_on(folder: Path, ranks: Ranks) -> Checkpoint:
     metadata = None
     with ranks.together():
         if ranks.rank == 0:
-            metadata = dcp_metadata.read(folder)
+            metadata = read_metadata(folder)
     metadata = ranks.broadcast(metadata)
-    assert metadata is not None
-    return opened(folder, metadata)
+    checkpoint: Checkpoint | None = None
+    with ranks.together():
+        assert metadata is not None
+        checkpoint = opened(folder, *metadata)
+    assert checkpoint is not None
+    return checkpoint
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,7 @@ class RangeReader(StorageReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up: what a plan does not name is not looked at."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -63,17 +63,18 @@ class RangeWriter(StorageWriter):
         """Where it is saved."""
         return StorageMeta(checkpoint_id=os.fspath(self.path))
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, where every rank writes metadata of its own."""
-        self._rank = options.get("rank")
-        self._use_collectives = options.get("use_collectives", True)
+        # Stock gives them only to a parameter of the name ``kwargs``.
+        self._rank = kwargs.get("rank")
+        self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder."""
         make_folder(self.path)
         if self._use_collectives or self._rank is None:
             return plan
-        return dataclasses.replace(plan, storage_data=_File(self._rank, 0))
+        return dataclasses.replace(plan, storage_data=_File(self._rank, next_generation(self.path)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names the files, by numbers that no file there has."""

@@ -6,6 +6,7 @@ every rank finds it, nothing is planned and nothing but that digest travels.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class SavePlan:
     Attributes:
         parts: number of a shard, first and last row (exclusive) of it; -1 for the last means all of it.
         objects: keys.
-        index: of the whole checkpoint but its objects; on rank 0 only.
+        index: of the whole checkpoint but its objects, as in files of generation 0; on rank 0 only.
         paths: key -> path in the nested state, of all ranks' keys; on rank 0 only.
         total_bytes: of all files but for objects; on rank 0 only.
     """
@@ -52,17 +53,22 @@ class SavePlan:
     index: Index | None = None
     paths: dict[str, Steps] | None = None
     total_bytes: int = 0
-    _metadata: tuple[dict[str, Place], bytes] | None = None
+    _metadata: tuple[int, dict[str, Place], bytes] | None = None
 
-    def metadata(self, objects: dict[str, Place]) -> bytes:
+    def metadata(self, objects: dict[str, Place], generation: int) -> bytes:
         """The content of ``.metadata``, with the objects in these places; for rank 0.
 
-        It is made anew only where an object has another place than at the save before.
+        It is made anew only where an object or the files have another place than at the save before.
+
+        Args:
+            generation: the second number in the files' names.
         """
         assert self.index is not None and self.paths is not None
-        if self._metadata is None or self._metadata[0] != objects:
-            self._metadata = objects, metadata_bytes(self.index, objects, self.paths)
-        return self._metadata[1]
+        if self._metadata is None or self._metadata[:2] != (generation, objects):
+            files = [name.replace("_0.", f"_{generation}.") for name in self.index.files]
+            index = dataclasses.replace(self.index, files=files)
+            self._metadata = generation, objects, metadata_bytes(index, objects, self.paths)
+        return self._metadata[2]
 
     def cut(self, shards: Sequence[Shard]) -> list[Shard]:
         """The boxes to be written, of the shards that this rank holds."""
@@ -81,43 +87,42 @@ class _Written:
     objects: list[str]
 
 
-def plan_save(state: LocalState, ranks: Ranks, generation: int) -> SavePlan:
+def plan_save(state: LocalState, ranks: Ranks) -> SavePlan:
     """Agrees on who writes what. Collective.
-
-    Args:
-        generation: the second number in the files' names.
 
     Raises:
         UsageError: on every rank, if the ranks disagree on a tensor or leave holes in one.
     """
     kept = [number for number, shard in enumerate(state.shards) if shard.tensor.numel() or 0 in shard.shape]
-    held, digest = _described(state, kept, f"{ranks.rank} of {ranks.size}, {generation}")
-    known = _plans.get(digest)
-    everybodys = ranks.gather((digest, known[0] if known else None))
+    held, digest = _described(state, kept, f"{ranks.rank} of {ranks.size}")
+    # What this rank holds may be the same in several layouts: of small tensors it may have nothing at all.
+    known = {world for mine, world in _plans if mine == digest}
+    everybodys = ranks.gather((digest, known))
     world = hashlib.blake2b(b"".join(theirs for theirs, _ in everybodys), digest_size=16).digest()
-    if known is not None and all(theirs == world for _, theirs in everybodys):
-        _plans.move_to_end(digest)
-        return known[1]
-    plan = _agreed(state, kept, share(held, ranks), ranks, generation)
-    _plans[digest] = (world, plan)
+    if all(world in theirs for _, theirs in everybodys):
+        _plans.move_to_end((digest, world))
+        return _plans[digest, world]
+    plan = _agreed(state, kept, share(held, ranks), ranks)
+    _plans[digest, world] = plan
     while len(_plans) > _MOST_PLANS:
         _plans.popitem(last=False)
     return plan
 
 
-_plans: OrderedDict[bytes, tuple[bytes, SavePlan]] = OrderedDict()
+# By the digest of what this rank holds, and that of what all do.
+_plans: OrderedDict[tuple[bytes, bytes], SavePlan] = OrderedDict()
 
 
 def _described(state: LocalState, kept: Sequence[int], also: str) -> tuple[Held, bytes]:
     """What the ranks need to know of each other's boxes and objects, and a digest of all that a plan depends on."""
     digest = hashlib.blake2b(digest_size=16)
     texts, lengths, rows, is_dealt = [], [], [], []
-    for shard in [state.shards[number] for number in kept]:
+    for number in kept:
+        shard = state.shards[number]
         text, length = shard.description, shard.length_bytes
         dealt = bool(length) and (shard.is_part or length >= CUT_BYTES)
-        digest.update(f"{text}{dealt}{state.paths[shard.key]}\0".encode("utf-8", "surrogatepass"))
-        # Counters, buffers and flags need not be equal on all ranks: they are one thing by their key.
-        texts.append(text if dealt or shard.is_part else shard.key)
+        digest.update(f"{number}\0{text}{dealt}{state.paths[shard.key]}\0".encode("utf-8", "surrogatepass"))
+        texts.append(text)
         lengths.append(length)
         rows.append(shard.rows)
         is_dealt.append(dealt)
@@ -131,7 +136,7 @@ def _described(state: LocalState, kept: Sequence[int], also: str) -> tuple[Held,
     return held, digest.digest()
 
 
-def _agreed(state: LocalState, kept: Sequence[int], shares: Shares, ranks: Ranks, generation: int) -> SavePlan:
+def _agreed(state: LocalState, kept: Sequence[int], shares: Shares, ranks: Ranks) -> SavePlan:
     parts = []
     for number, taker, group in zip(kept, shares.taker.tolist(), shares.group.tolist(), strict=False):
         if taker == ranks.rank:
@@ -141,7 +146,7 @@ def _agreed(state: LocalState, kept: Sequence[int], shares: Shares, ranks: Ranks
             parts.append((number, *part_rows(state.shards[number].sizes[0], holders.index(ranks.rank), len(holders))))
     takers = shares.taker[len(kept) :].tolist()
     mine = SavePlan(parts, [key for key, taker in zip(state.objects, takers, strict=True) if taker == ranks.rank])
-    files = lay_out(in_memory(Path(), mine.cut(state.shards), {}), ranks.rank, generation)[1]
+    files = lay_out(in_memory(Path(), mine.cut(state.shards), {}), ranks.rank, 0)[1]
     paths = {key: state.paths[key] for key in (*files.index.names, *mine.objects)}
     everybodys = ranks.collect(_Written(files.index, files.output.total_bytes, paths, mine.objects))
     with ranks.together():

@@ -6,6 +6,7 @@ into its file; rank 0 writes ``.metadata`` last, by a rename. Until then the fol
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -21,11 +22,11 @@ from reshard.engine.run import Budget, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
 from reshard.engine.spans import Job
 from reshard.environment import ranks_per_node
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, StorageError
 from reshard.formats import dcp_metadata
 from reshard.formats.fingerprint import Fingerprint, written_fingerprints
 from reshard.index.index import Int
-from reshard.storage.durable import fsync_file, require_space, storage_errors, write_atomic
+from reshard.storage.durable import fsync_file, require_space, storage_errors, temporary_target, write_atomic
 from reshard.storage.visibility import VISIBILITY_TIMEOUT_S, wait_until_seen
 
 # Blocks through which a rank's bytes pass: all the memory it needs, beside the state.
@@ -60,7 +61,7 @@ def write_state(
         if ranks.rank == 0:
             generation = next_generation(folder)
     generation = ranks.broadcast(generation)
-    plan = plan_save(state, ranks, generation)
+    plan = plan_save(state, ranks)
     names: list[str] = []
     try:
         marks: dict[str, Fingerprint] = {}
@@ -79,14 +80,37 @@ def write_state(
             if written is not None:
                 marks = {name: mark for theirs, _ in written for name, mark in theirs.items()}
                 wait_until_seen(folder, {name: mark.length_bytes for name, mark in marks.items()}, visibility_timeout_s)
-                places = {key: place for _, theirs in written for key, place in theirs.items()}
-                write_atomic(folder / dcp_metadata.FILE_NAME, plan.metadata(places))
     except ReshardError:
         _remove(folder, names)
         raise
+    with ranks.together():
+        if written is not None:
+            places = {key: place for _, theirs in written for key, place in theirs.items()}
+            _publish(folder, plan.metadata(places, generation), marks.keys())
     if ranks.rank == 0:
         sweep(folder, marks.keys())
     return ranks.broadcast(marks)
+
+
+def _publish(folder: Path, metadata: bytes, names: Collection[str]) -> None:
+    """Replaces the metadata, from when on the folder holds what these files do; removes them where that failed."""
+    path = folder / dcp_metadata.FILE_NAME
+    before = _identity(path)
+    try:
+        write_atomic(path, metadata)
+    except StorageError:
+        # Where it was the last flush that failed, the metadata is the new one already, and the files are its.
+        if _identity(path) == before:
+            _remove(folder, names)
+        raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def write_files(job: Job, folder: Path, processes: int) -> Int:
@@ -110,9 +134,9 @@ def write_files(job: Job, folder: Path, processes: int) -> Int:
     return crcs
 
 
-def _data_files(folder: Path) -> set[str]:
+def _names(folder: Path) -> list[str]:
     with storage_errors("list the folder", folder):
-        return {path.name for path in folder.iterdir() if _DATA_FILE.fullmatch(path.name)}
+        return [path.name for path in folder.iterdir()]
 
 
 def next_generation(folder: Path) -> int:
@@ -121,16 +145,21 @@ def next_generation(folder: Path) -> int:
     Raises:
         StorageError: the folder cannot be listed.
     """
-    numbers = [int(match[1]) for name in _data_files(folder) if (match := _DATA_FILE.fullmatch(name))]
-    return max(numbers, default=-1) + 1
+    taken = {int(match[1]) for name in _names(folder) if (match := _DATA_FILE.fullmatch(name))}
+    # The smallest, so that saves into one folder take turns between two numbers, and both plans are known.
+    return next(number for number in itertools.count() if number not in taken)
 
 
 def sweep(folder: Path, kept: Collection[str]) -> None:
     """Removes the data files of saves before, or of ones that did not end. What stays behind harms nobody."""
-    _remove(folder, _data_files(folder).difference(kept))
+    with suppress(StorageError):
+        for name in _names(folder):
+            is_half_written = temporary_target(name) == dcp_metadata.FILE_NAME
+            if is_half_written or (_DATA_FILE.fullmatch(name) and name not in kept):
+                _remove(folder, [name])
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
-    with suppress(OSError):
-        for name in names:
+    for name in names:
+        with suppress(OSError):
             (folder / name).unlink(missing_ok=True)

@@ -27,19 +27,18 @@ def open_dcp(folder: Path, also: Sequence[Path] = ()) -> Checkpoint:
         CheckpointUnsound: the metadata is missing or damaged, or the files are compressed.
         StorageError: the file system failed to read them.
     """
+    return opened(folder, *read_metadata(folder, also), also)
+
+
+def read_metadata(folder: Path, also: Sequence[Path] = ()) -> tuple[DcpMetadata, list[str]]:
+    """What `open_dcp` reads before anything else, and the names of the files that it is from; raises likewise."""
     ranks = {} if (folder / dcp_metadata.FILE_NAME).exists() else dcp_ranks.metadata_files([folder, *also])
     metadata = dcp_ranks.read(folder, ranks) if ranks else dcp_metadata.read(folder)
-    described_by = [path.name for path in ranks.values()] or [dcp_metadata.FILE_NAME]
-    return opened(folder, metadata, also, described_by)
+    return metadata, [path.name for path in ranks.values()] or [dcp_metadata.FILE_NAME]
 
 
-def opened(
-    folder: Path,
-    metadata: DcpMetadata,
-    also: Sequence[Path] = (),
-    described_by: Sequence[str] = (dcp_metadata.FILE_NAME,),
-) -> Checkpoint:
-    """As `open_dcp`, for metadata that is in memory already, from the files ``described_by``."""
+def opened(folder: Path, metadata: DcpMetadata, described_by: Sequence[str], also: Sequence[Path] = ()) -> Checkpoint:
+    """As `open_dcp`, for metadata that is in memory already."""
     if metadata.transforms:
         raise CheckpointUnsound(
             "its bytes went through stream transforms",

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from layouts import assert_leaves, layouts_at, leaves, raw, state
+from layouts import assert_leaves, leaves, raw, state
 from ranks import run_ranks
 from sharded import places, write_sharded
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard import ReshardError, dcp
@@ -35,43 +35,39 @@ def stock_save(folder: str, names: list[str]) -> None:
         stock.save(state(name, SAVED), checkpoint_id=f"{folder}/{name}")
 
 
-def ours_load(folder: str, sources: list[str]) -> None:
-    for source in sources:
-        for layout in layouts_at(dist.get_world_size()):
-            live = state(layout, LIVE)
-            before = layouts.addresses(live)
-            dcp.load(live, checkpoint_id=f"{folder}/{source}")
-            assert_leaves(live, state(layout, SAVED))
-            assert layouts.addresses(live) == before
+def ours_load(folder: str, pairs: layouts.Pairs) -> None:
+    for source, target in pairs:
+        live = state(target, LIVE)
+        before = layouts.addresses(live)
+        dcp.load(live, checkpoint_id=f"{folder}/{source}")
+        assert_leaves(live, state(target, SAVED))
+        assert layouts.addresses(live) == before
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, layouts.Pairs], Path]:
     """The folder of what stock writes at a world size, a checkpoint a layout."""
     made: dict[int, Path] = {}
 
-    def make(world: int) -> Path:
-        if world not in made:
-            made[world] = tmp_path_factory.mktemp(f"stock{world}")
-            run_ranks(world, stock_save, str(made[world]), layouts_at(world))
-        return made[world]
+    def make(world: int, pairs: layouts.Pairs) -> Path:
+        folder = made.setdefault(world, tmp_path_factory.getbasetemp() / f"by stock on {world}")
+        missing = sorted({source for source, _ in pairs if not (folder / source).exists()})
+        if missing:
+            run_ranks(world, stock_save, str(folder), missing, timeout_s=240)
+        return folder
 
     return make
 
 
-WORLDS = (1, 2, 3, 4, 8)
-FAST = [(4, 3, ["transposed", "hsdp", "tp rows"]), (3, 4, ["plain", "sharded tensor"])]
-FAST += [(2, 8, ["shard0"]), (8, 2, ["shard1", "tp columns"]), (4, 1, ["shard0"])]
-FULL = [(source, target, layouts_at(source)) for source in WORLDS for target in WORLDS]
-
-
 @pytest.mark.parametrize(
-    ("saved", "loaded", "sources"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in FULL)], ids=str
+    ("saved", "loaded", "pairs"),
+    [*layouts.SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in layouts.ALL)],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_what_stock_wrote_is_loaded_into_every_layout(
-    written: Callable[[int], Path], saved: int, loaded: int, sources: list[str]
+    written: Callable[[int, layouts.Pairs], Path], saved: int, loaded: int, pairs: layouts.Pairs
 ) -> None:
-    run_ranks(loaded, ours_load, str(written(saved)), sources, timeout_s=240)
+    run_ranks(loaded, ours_load, str(written(saved, pairs)), pairs, timeout_s=500)
 
 
 # Kinds of tensors and of state.
@@ -228,16 +224,27 @@ def load_on_part_of_a_mesh(folder: str) -> Any:
         live[name] = DTensor.from_local(
             rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((6, 3)), stride=(3, 1)
         )
+        number = torch.tensor(0.0) if dist.get_rank() in members else torch.zeros(0)
+        live[f"{name} step"] = DTensor.from_local(
+            number, mesh, [Replicate()], run_check=False, shape=torch.Size(()), stride=()
+        )
     dcp.load(live, checkpoint_id=folder)
+    again = f"{folder}/again"
+    dcp.save(live, checkpoint_id=again)
+    # Stock compares the memory of a tensor without dims, of which this rank has none, with its shape.
+    stock.load({name: live[name] for name in ("first", "second")}, checkpoint_id=again)
     return [raw(tensor.to_local()) for tensor in live.values()]
 
 
 def test_a_mesh_that_has_only_some_of_the_ranks(tmp_path: Path) -> None:
     first, second = torch.randn(6, 3), torch.randn(6, 3)
-    write_sharded(tmp_path, {"first": first, "second": second}, 2)
+    steps = {"first step": torch.tensor(1.0), "second step": torch.tensor(2.0)}
+    write_sharded(tmp_path, {"first": first, "second": second, **steps}, 2)
     found = run_ranks(4, load_on_part_of_a_mesh, str(tmp_path))
     assert [mine[0] for mine in found] == [raw(first[:3]), raw(first[3:]), b"", b""]
-    assert [mine[1] for mine in found] == [b"", b"", raw(second[:3]), raw(second[3:])]
+    assert [mine[2] for mine in found] == [b"", b"", raw(second[:3]), raw(second[3:])]
+    one, two = (raw(step) for step in steps.values())
+    assert [(mine[1], mine[3]) for mine in found] == [(one, b""), (one, b""), (b"", two), (b"", two)]
 
 
 # What is refused: on one rank of three, and nothing is changed on any.
@@ -283,16 +290,22 @@ class Failing:
         raise AssertionError("was not asked for")
 
 
-def load_misfit(folder: str, what: str) -> tuple[str, str, bool]:
-    live = state("shard0", LIVE)
-    _misfit(what, live)
-    before = leaves({key: value for key, value in live["model"].items() if not _has_no_memory(value)})
-    try:
-        dcp.load(live, checkpoint_id=folder)
-    except ReshardError as fault:
-        after = leaves({key: value for key, value in live["model"].items() if not _has_no_memory(value)})
-        return type(fault).__name__, str(fault), before == after
-    return "loaded", "", False
+def load_misfits(folder: str) -> dict[str, tuple[str, str, bool]]:
+    found = {}
+    for what in MISFITS:
+        live = state("shard0", LIVE)
+        _misfit(what, live)
+        before = _bytes(live)
+        try:
+            dcp.load(live, checkpoint_id=folder)
+            found[what] = ("loaded", "", False)
+        except ReshardError as fault:
+            found[what] = (type(fault).__name__, str(fault), _bytes(live) == before)
+    return found
+
+
+def _bytes(live: dict[str, Any]) -> Any:
+    return leaves({key: value for key, value in live["model"].items() if not _has_no_memory(value)})
 
 
 def _has_no_memory(value: Any) -> bool:
@@ -315,20 +328,22 @@ MISFITS = {
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def misfits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, str, bool]]]:
     folder = tmp_path_factory.mktemp("sound")
     run_ranks(2, stock_save, str(folder), ["shard0"])
-    return folder / "shard0"
+    return run_ranks(3, load_misfits, str(folder / "shard0"), timeout_s=60)
 
 
 @pytest.mark.parametrize("what", MISFITS)
-def test_a_misfit_on_one_rank_stops_all_and_changes_nothing(sound: Path, what: str) -> None:
+def test_a_misfit_on_one_rank_stops_all_and_changes_nothing(
+    misfits: list[dict[str, tuple[str, str, bool]]], what: str
+) -> None:
     kind, pattern = MISFITS[what]
-    found = run_ranks(3, load_misfit, str(sound), what, timeout_s=40)
-    assert {name for name, _, _ in found} == {kind}
-    assert all(is_unchanged for _, _, is_unchanged in found)
-    for _, text, _ in found:
+    for found in misfits:
+        name, text, is_unchanged = found[what]
+        assert name == kind, text
         assert re.search(pattern, text.splitlines()[0]), text
+        assert is_unchanged
 
 
 def load_strided(folder: str) -> Any:
@@ -430,6 +445,22 @@ def test_a_flipped_byte_is_named_on_all_ranks(tmp_path: Path) -> None:
     assert {kind for kind, _, _ in run_ranks(2, load_weights, str(folder), {"verify": "never"})} == {"loaded"}
 
 
+def load_replicas(folder: str) -> str:
+    try:
+        dcp.load({"w": torch.zeros(1024, 512)}, checkpoint_id=folder)
+    except CheckpointUnsound as fault:
+        return str(fault).splitlines()[0]
+    return "loaded"
+
+
+@pytest.mark.xfail(strict=True, reason="each rank reads a part of the record, and no part has a checksum of its own")
+def test_a_flipped_byte_in_what_ranks_read_in_parts_is_found(tmp_path: Path) -> None:
+    """Together they have read all of it."""
+    folder = write_sharded(tmp_path / "a", {"w": torch.randn(1024, 512)}, 1)
+    flip(folder, "w", (0, 0), 1000)
+    assert all("CRC-32" in text for text in run_ranks(2, load_replicas, str(folder)))
+
+
 def load_some_rows(folder: str, verify: Any) -> str:
     """Rank 0 needs the first rows of the chunk, rank 1 its last ones; nobody all of it."""
     mesh = init_device_mesh("cpu", (2,))
@@ -507,5 +538,5 @@ def test_no_folder_is_named(tmp_path: Path) -> None:
         dcp.load({"a": torch.zeros(2)})
     with pytest.raises(UsageError, match=r"not a folder of this machine.*FsspecReader"):
         dcp.load({"a": torch.zeros(2)}, checkpoint_id="s3://bucket/a")
-    with pytest.raises(CheckpointUnsound, match="missing"):
+    with pytest.raises(ReshardError, match="nowhere"):
         dcp.load({"a": torch.zeros(2)}, checkpoint_id=tmp_path / "nowhere")
