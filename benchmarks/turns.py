@@ -87,7 +87,8 @@ class Turns:
         else:
             line |= {"repeat": repeat, **_of_all([theirs for theirs, _ in told], self._job.action == "async")}
             # The others must not look: the next turn may remove it already.
-            if self._rank == 0 and (ratio := most_over_mean(folder, len(told))):
+            is_written = self._rank == 0 and self._job.action != "load"
+            if is_written and (ratio := most_over_mean(folder, len(told))):
                 line["most_over_mean"] = ratio
         if self._rank == 0 and (faults or repeat >= 0):
             with Path(self._job.results).open("a") as results:

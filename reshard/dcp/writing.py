@@ -22,7 +22,7 @@ from reshard.engine.run import Budget, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
 from reshard.engine.spans import Job
 from reshard.environment import ranks_per_node
-from reshard.errors import ReshardError, StorageError
+from reshard.errors import CheckpointUnsound, ReshardError, StorageError
 from reshard.formats import dcp_metadata
 from reshard.formats.fingerprint import Fingerprint, written_fingerprints
 from reshard.index.index import Int
@@ -59,6 +59,7 @@ def write_state(
     with ranks.together():
         wait_until_seen(folder, {}, visibility_timeout_s)
         if ranks.rank == 0:
+            _sweep_leftovers(folder)
             generation = next_generation(folder)
     generation = ranks.broadcast(generation)
     plan = plan_save(state, ranks)
@@ -148,6 +149,15 @@ def next_generation(folder: Path) -> int:
     taken = {int(match[1]) for name in _names(folder) if (match := _DATA_FILE.fullmatch(name))}
     # The smallest, so that saves into one folder take turns between two numbers, and both plans are known.
     return next(number for number in itertools.count() if number not in taken)
+
+
+def _sweep_leftovers(folder: Path) -> None:
+    """Removes what saves left behind that did not end, or there might be no room beside it."""
+    if any(_DATA_FILE.fullmatch(name) for name in _names(folder)):
+        is_described = (folder / dcp_metadata.FILE_NAME).exists()
+        # Metadata that cannot be read may be of another kind, and then its files are not ours to remove.
+        with suppress(CheckpointUnsound):
+            sweep(folder, dcp_metadata.read(folder).index.files if is_described else ())
 
 
 def sweep(folder: Path, kept: Collection[str]) -> None:

@@ -106,6 +106,22 @@ def crc_of(files: SourceFiles, file: int, start: int, length: int) -> int:
     return crc
 
 
+def chained(parts: Iterable[tuple[int, int, int]], length: int) -> int | None:
+    """The CRC of parts (start, length, CRC) that follow one another from 0 to ``length``; None where they do not.
+
+    Parts may come several times.
+    """
+    by_start = {part[0]: part for part in parts}
+    crc = position = 0
+    while position < length:
+        if position not in by_start:
+            return None
+        _, step, part = by_start[position]
+        crc = combine(crc, part, step) if position else part
+        position += step
+    return crc if position == length else None
+
+
 def combined(parts: Iterable[tuple[int, int, int]]) -> int:
     """The CRC of parts (start, length, CRC) put together in order.
 
@@ -121,13 +137,16 @@ def combined(parts: Iterable[tuple[int, int, int]]) -> int:
     return crc
 
 
-def require_crc(source: Checkpoint, row: int, found: int) -> None:
+def require_crc(source: Checkpoint, row: int, found: int, expected: int | None = None) -> None:
     """Passes where a stored record has the checksum that its file states.
+
+    Args:
+        expected: what it states, where the chunk was not located here.
 
     Raises:
         CheckpointUnsound: it has not.
     """
-    expected = int(source.payloads.crc[row])
+    expected = int(source.payloads.crc[row]) if expected is None else expected
     if found != expected:
         index = source.index
         raise CheckpointUnsound(

@@ -61,7 +61,9 @@ class Pieces:
     targets: Sequence[Target]
 
 
-def fill(source: Checkpoint, pieces: Pieces, *, verify: Verify = "whole", processes: int = 1) -> None:
+def fill(
+    source: Checkpoint, pieces: Pieces, *, verify: Verify = "whole", processes: int = 1
+) -> dict[int, PartialRecord]:
     """Reads all pieces.
 
     Args:
@@ -69,12 +71,31 @@ def fill(source: Checkpoint, pieces: Pieces, *, verify: Verify = "whole", proces
             that the pieces touch (the rest of these is read as well), or none.
         processes: how many do so on this machine at once.
 
+    Returns:
+        By chunk row, the records of which only a part was read, to be put together with what others have read of them;
+        none with ``never`` and with ``always``.
+
     Raises:
         CheckpointUnsound: a file is missing, cut short or damaged. The targets are undefined then.
         StorageError: the file system refused.
     """
-    if len(pieces.rows):
-        _Filling(source, pieces, verify).run(max(1, min(_MOST_THREADS, 2 * (os.cpu_count() or 1) // processes)))
+    if not len(pieces.rows):
+        return {}
+    return _Filling(source, pieces, verify).run(max(1, min(_MOST_THREADS, 2 * (os.cpu_count() or 1) // processes)))
+
+
+class PartialRecord(NamedTuple):
+    """What was read of a stored record.
+
+    Attributes:
+        crc: of the whole record, as its file states it.
+        length_bytes: of the whole record.
+        parts: start, length and CRC-32 of each part.
+    """
+
+    crc: int
+    length_bytes: int
+    parts: list[tuple[int, int, int]]
 
 
 class _Part(NamedTuple):
@@ -101,20 +122,17 @@ class _Filling:
         self._is_dense = lie_together(pieces.sizes, index.sizes[rows])
         if payloads.strides:
             self._is_dense &= ~np.isin(rows, np.array(list(payloads.strides), dtype=np.int64))
-        self._unverified = self._rows_to_verify(verify)
         self._is_complete = verify == "always"
+        self._unverified: set[int] = set()
+        self._partial: set[int] = set()
+        if verify != "never":
+            unique, inverse = np.unique(rows, return_inverse=True)
+            self._unverified = set(unique[payloads.crc[unique] >= 0].tolist())
+            if verify == "whole":
+                found = np.bincount(inverse, self._length).astype(np.int64)
+                self._partial = self._unverified.intersection(unique[found != payloads.record_bytes[unique]].tolist())
 
-    def _rows_to_verify(self, verify: Verify) -> set[int]:
-        if verify == "never":
-            return set()
-        payloads = self._source.payloads
-        rows, inverse = np.unique(self._pieces.rows, return_inverse=True)
-        has_crc = payloads.crc[rows] >= 0
-        if verify == "whole":
-            has_crc &= np.bincount(inverse, self._length).astype(np.int64) == payloads.record_bytes[rows]
-        return set(rows[has_crc].tolist())
-
-    def run(self, threads: int) -> None:
+    def run(self, threads: int) -> dict[int, PartialRecord]:
         """Reads everything, and verifies what is to be verified."""
         direct, banded = self._sorted_out()
         if self._is_complete:
@@ -122,10 +140,16 @@ class _Filling:
         tasks: list[Callable[[], None]] = [self._reader(unit) for unit in _units(direct)]
         tasks += [task for piece in banded for task in self._banders(piece)]
         _run_all(tasks, threads)
-        for row in sorted(self._unverified):
-            payloads, file = self._source.payloads, int(self._source.index.file[row])
+        payloads = self._source.payloads
+        for row in sorted(self._unverified - self._partial):
+            file = int(self._source.index.file[row])
             start, length = int(payloads.record_start_bytes[row]), int(payloads.record_bytes[row])
             require_crc(self._source, row, crc_of(self._source.files, file, start, length))
+        return {
+            row: PartialRecord(int(payloads.crc[row]), int(payloads.record_bytes[row]), parts)
+            for row, parts in self._ledger.take().items()
+            if row in self._partial
+        }
 
     def _sorted_out(self) -> tuple[list[_Part], list[int]]:
         """What can be read into place, and the numbers of the pieces that come in bands."""

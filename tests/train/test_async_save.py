@@ -145,6 +145,8 @@ def killed_after(folder: Path, mode: str, seconds: float) -> None:
         command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     )
     assert process.stdout is not None and process.stdout.readline().startswith(b"begins")
+    while not committed_steps(folder) and process.poll() is None:
+        time.sleep(0.01)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     process.wait()
