@@ -43,6 +43,14 @@ StorageInfo = filesystem._StorageInfo
 # ``is_traceable_wrapper_subclass(tensor)``: whether it is made of other tensors, as quantised weights are. Nothing
 # public tells.
 
+
+def _memory_format(enum: object, name: str) -> object:
+    """What ``getattr`` is allowed to do in a ``.metadata``: up to 3.11.3, Python pickles members of enums with it."""
+    if enum is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
+        raise TypeError("an attribute of something else than the memory formats")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 # The classes that torch itself pickles into a DCP ``.metadata``: the allow-list for reading one. Two of them, and the
 # function that stands for a layout, have no public name.
 METADATA_CLASSES: Mapping[tuple[str, str], Any] = {
@@ -61,6 +69,7 @@ METADATA_CLASSES: Mapping[tuple[str, str], Any] = {
     },
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, "getattr"): _memory_format for module in ("builtins", "__builtin__")},
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): collections.OrderedDict,
     # Where it was saved, under the names that Python 3.10 to 3.14 give the class.

@@ -23,7 +23,8 @@ BUILD with its attributes as a dict, unless it says otherwise::
     torch.Size                REDUCE torch.Size((n, ...))
     dtype                     GLOBAL torch <name>, e.g. torch float32
     layout                    REDUCE torch.serialization._get_layout("torch.strided")
-    memory format             REDUCE of an enum member by its number
+    memory format             REDUCE of an enum member by its number; up to Python 3.11.3, of builtins.getattr with the
+                              enum and the member's name
 
 ``storage_data`` says where each chunk lies: the bytes [offset, offset + length) of the file ``relative_path`` are one
 complete ``torch.save`` archive with the chunk, or with the object. A chunk is looked up by (flat key, offsets). Several
@@ -151,6 +152,13 @@ def _layout(name: object) -> object:
     return name
 
 
+def _member(enum: object, name: object) -> object:
+    """What ``getattr`` is allowed to do."""
+    if enum is not _Ignored or not isinstance(name, str):
+        raise TypeError("an attribute of something else than an enum")
+    return _Ignored()
+
+
 _DTYPES = frozenset(ITEM_BYTES) | REFUSED
 
 _DCP = "torch.distributed.checkpoint"
@@ -171,6 +179,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (f"{_DCP}.filesystem", "_StoragePrefix"): _Ignored,
     (_SHARDED_TENSOR, "TensorProperties"): _Properties,
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _Ignored,
+    **{(module, "getattr"): _member for module in ("builtins", "__builtin__")},
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,

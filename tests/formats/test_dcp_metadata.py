@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import enum
+import io
 import json
 import os
 import pickle
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from reshard.dcp import RangeReader
 from reshard.errors import CheckpointUnsound, ReshardError, UnsafePickle
 from reshard.formats import dcp_metadata
 from reshard.index.index import Chunk, Extent
@@ -255,3 +258,32 @@ def test_flipped_bytes_raise_only_our_errors(tmp_path: Path, saved: Path) -> Non
             dcp_metadata.read(tmp_path)
         except ReshardError as error:
             assert os.fspath(tmp_path) in str(error)
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_memory_formats_by_name_are_read(saved: Path, tmp_path: Path) -> None:
+    content = io.BytesIO()
+    ByName(content, protocol=4).dump(stock(saved / ".metadata"))
+    assert b"getattr" in content.getvalue()
+    (tmp_path / ".metadata").write_bytes(content.getvalue())
+    assert_same_as_stock(dcp_metadata.read(tmp_path), stock(saved / ".metadata"))
+    assert_same_as_stock(dcp_metadata.read(tmp_path), RangeReader(tmp_path).read_metadata())
+
+
+@pytest.mark.parametrize("reach", [(Path, "unlink"), (Metadata, "__init__"), (torch.Size, "__class__")])
+def test_no_other_attribute_is_reached(tmp_path: Path, reach: tuple[Any, str]) -> None:
+    class Reaching:
+        def __reduce__(self) -> Any:
+            return (getattr, reach)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reaching()))
+    with pytest.raises(CheckpointUnsound):
+        dcp_metadata.read(tmp_path)
+    with pytest.raises(CheckpointUnsound):
+        RangeReader(tmp_path).read_metadata()
