@@ -33,7 +33,6 @@ from reshard.dcp.writing import write_state
 from reshard.engine.fill import Verify
 from reshard.errors import UsageError
 from reshard.formats import dcp_metadata
-from reshard.storage.durable import make_folder
 
 _Id = str | os.PathLike[str]
 
@@ -189,10 +188,9 @@ def _taken_apart(
     with ranks.together():
         is_nested = getattr(planner, "flatten_state_dict", True)
         state = LocalState.of(FlatState.of(_unpacked(state_dict), nested=is_nested))
-        if ranks.rank == 0:
-            make_folder(folder)
-            if not getattr(writer, "overwrite", True) and (folder / dcp_metadata.FILE_NAME).exists():
-                raise UsageError("there is a checkpoint already", path=folder, hint="choose another folder")
+        is_kept = ranks.rank == 0 and not getattr(writer, "overwrite", True)
+        if is_kept and (folder / dcp_metadata.FILE_NAME).exists():
+            raise UsageError("there is a checkpoint already", path=folder, hint="choose another folder")
     assert state is not None
     return state
 

@@ -26,7 +26,14 @@ from reshard.errors import CheckpointUnsound, ReshardError, StorageError
 from reshard.formats import dcp_metadata
 from reshard.formats.fingerprint import Fingerprint, written_fingerprints
 from reshard.index.index import Int
-from reshard.storage.durable import fsync_file, require_space, storage_errors, temporary_target, write_atomic
+from reshard.storage.durable import (
+    fsync_file,
+    make_folder,
+    require_space,
+    storage_errors,
+    temporary_target,
+    write_atomic,
+)
 from reshard.storage.visibility import VISIBILITY_TIMEOUT_S, wait_until_seen
 
 # Blocks through which a rank's bytes pass: all the memory it needs, beside the state.
@@ -38,7 +45,7 @@ _DATA_FILE = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
 def write_state(
     state: LocalState, folder: Path, ranks: Ranks, *, visibility_timeout_s: float = VISIBILITY_TIMEOUT_S
 ) -> dict[str, Fingerprint]:
-    """Writes what the ranks hold of a state into a folder that rank 0 has made. Collective.
+    """Writes what the ranks hold of a state into a folder, which rank 0 makes where it is not there. Collective.
 
     Of small plain tensors and of objects that several ranks have under one key, the lowest rank's are written. A plain
     tensor of 1 MiB and more is taken to be the same on all ranks that have it, and so are the replicas of a shard: each
@@ -57,6 +64,8 @@ def write_state(
     """
     generation = 0
     with ranks.together():
+        if ranks.rank == 0:
+            make_folder(folder)
         wait_until_seen(folder, {}, visibility_timeout_s)
         if ranks.rank == 0:
             _sweep_leftovers(folder)
