@@ -19,7 +19,7 @@ log = logging.getLogger("reshard")
 class Background:
     """The save that a group of ranks has under way, or the last one.
 
-    Every method but ``is_idle`` is to be called by all ranks, in the same order, between steps.
+    Every method is to be called by all ranks, in the same order, between steps.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -74,11 +74,6 @@ class Background:
         except ReshardError as fault:
             fault.details = (*fault.details, "of the save that was started before, in the background")
             raise
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether none is under way."""
-        return self._saving is None or self._saving.done()
 
 
 _of_ranks: weakref.WeakKeyDictionary[Ranks, Background] = weakref.WeakKeyDictionary()

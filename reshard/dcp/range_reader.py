@@ -54,14 +54,15 @@ class RangeReader(StorageReader):
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
 
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, as stock objects.
 
         Raises:
             CheckpointUnsound: it is missing or damaged.
             UnsafePickle: it names what it should not.
         """
-        rank = options.get("rank")
+        # Stock gives it only to a parameter of the name ``kwargs``, where there is no metadata of all ranks.
+        rank = kwargs.get("rank")
         path = self.path / (dcp_metadata.FILE_NAME if rank is None else f"__{rank}{dcp_metadata.FILE_NAME}")
         if not path.exists():
             raise CheckpointUnsound("missing", path=path, hint="the save was not finished, or this is another folder")
