@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -152,6 +154,29 @@ SOME: list[tuple[int, int, Pairs]] = [
     (8, 2, [("tp columns", "transposed")]),
     (1, 2, [("plain", "shard0")]),
 ]
+
+
+class Written:
+    """Checkpoints of every layout at every world size, each written when it is first asked for.
+
+    Args:
+        folder: where they go, by world size.
+        save: run by all ranks, with the folder of their world size and the names of the layouts.
+    """
+
+    def __init__(self, folder: Path, save: Callable[[str, list[str]], None]) -> None:
+        self._folder = folder
+        self._save = save
+        self._layouts: dict[int, set[str]] = {}
+
+    def __call__(self, world: int, pairs: Pairs) -> Path:
+        """The folder with the layouts that pairs begin with."""
+        there = self._layouts.setdefault(world, set())
+        folder = self._folder / str(world)
+        if missing := sorted({source for source, _ in pairs} - there):
+            run_ranks(world, self._save, str(folder), missing, timeout_s=240)
+            there.update(missing)
+        return folder
 
 
 def all_pairs(saved: int, loaded: int) -> Pairs:

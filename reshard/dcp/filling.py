@@ -97,10 +97,10 @@ class Filling:
 
     def _verify_together(self, partial: dict[int, PartialRecord]) -> None:
         """Verifies the records that no rank has read the whole of, but all together have. Collective."""
-        count = sum(self.ranks.gather(sum(len(record.parts) for record in partial.values())))
-        if self.ranks.size == 1 or not 0 < count <= _MOST_PARTS:
+        if self.ranks.size == 1:
             return
-        everybodys = self.ranks.collect(partial)
+        mine = sum(len(record.parts) for record in partial.values())
+        everybodys = self.ranks.collect(partial if mine * self.ranks.size <= _MOST_PARTS else {})
         with self.ranks.together():
             if everybodys is not None:
                 for row in sorted({row for theirs in everybodys for row in theirs}):

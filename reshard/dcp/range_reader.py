@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from reshard.dcp.in_folder import InFolder
+from reshard.dcp.light_items import LightItems
 from reshard.dcp.objects import object_from_bytes
 from reshard.dcp.shards import TensorSink, as_array, dtype_name
-from reshard.dcp.torch_private import METADATA_CLASSES
+from reshard.dcp.stored import torch_dtype
 from reshard.engine.fill import Pieces, Target, Verify, fill
 from reshard.environment import local_processes
 from reshard.errors import CheckpointUnsound
-from reshard.formats import dcp_metadata, unpickle
+from reshard.formats import dcp_metadata
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.dcp import open_dcp
-from reshard.storage.durable import storage_errors
+from reshard.formats.dcp import opened
+from reshard.formats.dcp_metadata import DcpMetadata
 
 
-class RangeReader(StorageReader):
+class RangeReader(InFolder, StorageReader):
     """For ``torch.distributed.checkpoint.load(..., storage_reader=RangeReader(path))``.
 
     Stock reads every chunk that a rank needs anything of as a whole, one after the other; this reads the ranges, in
@@ -40,22 +51,17 @@ class RangeReader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], verify: Verify = "whole") -> None:
-        super().__init__()
-        self.path = Path(path)
+        super().__init__(path)
         self.verify = verify
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path on a file system of this machine."""
-        return "://" not in os.fspath(checkpoint_id)
+        self._metadata: tuple[DcpMetadata, str] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forgets the checkpoint, and turns to another one if it is given."""
-        if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+        super().reset(checkpoint_id)
+        self._metadata = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, as stock objects.
+        """The metadata, as stock objects made from what is known of it here.
 
         Raises:
             CheckpointUnsound: it is missing or damaged.
@@ -66,17 +72,15 @@ class RangeReader(StorageReader):
         path = self.path / (dcp_metadata.FILE_NAME if rank is None else f"__{rank}{dcp_metadata.FILE_NAME}")
         if not path.exists():
             raise CheckpointUnsound("missing", path=path, hint="the save was not finished, or this is another folder")
-        with storage_errors("read", path), path.open("rb") as file:
-            metadata: Metadata = unpickle.read(file, METADATA_CLASSES, path=path)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        return metadata
+        self._metadata = dcp_metadata.read_file(path), path.name
+        return _as_stock(self._metadata[0])
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up: what a plan does not name is not looked at."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
+        """The plan as it is, to travel lightly: to rank 0 and back."""
+        return dataclasses.replace(plan, items=cast("list[ReadItem]", LightItems.of(plan.items)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are."""
@@ -90,14 +94,19 @@ class RangeReader(StorageReader):
             UnsafePickle: an object is not plain data; it was not run.
             StorageError: the file system refused.
         """
-        with open_dcp(self.path) as source:
-            tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        if self._metadata is None:
+            self.read_metadata()
+        assert self._metadata is not None
+        metadata, described_by = self._metadata
+        with opened(self.path, metadata, [described_by]) as source:
+            items = list(plan.items)
+            tensors = [item for item in items if item.type == LoadItemType.TENSOR]
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
             pieces = _pieces(source, tensors, [dtype_name(target.dtype) for target in targets], targets)
             fill(source, pieces, verify=self.verify, processes=local_processes())
             for item, target in zip(tensors, targets, strict=True):
                 planner.commit_tensor(item, target)
-            for item in plan.items:
+            for item in items:
                 if item.type == LoadItemType.BYTE_IO:
                     key = item.storage_index.fqn
                     content = source.object_bytes(key)
@@ -107,6 +116,30 @@ class RangeReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _as_stock(metadata: DcpMetadata) -> Metadata:
+    """What stock's planner plans with: all but the places in the files, which are this reader's own affair."""
+    index = metadata.index
+    chunks = [
+        ChunkStorageMetadata(torch.Size(offsets[:dims]), torch.Size(sizes[:dims]))
+        for offsets, sizes, dims in zip(
+            index.offsets.tolist(),
+            index.sizes.tolist(),
+            np.array([len(shape) for shape in index.shapes], dtype=np.int64)[index.owner].tolist(),
+            strict=True,
+        )
+    ]
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: TensorStorageMetadata(
+            TensorProperties(torch_dtype(dtype, key, index.folder)), torch.Size(shape), chunks[first:last]
+        )
+        for key, dtype, shape, first, last in zip(
+            index.names, index.dtypes, index.shapes, index.first.tolist(), index.first[1:].tolist(), strict=False
+        )
+    }
+    entries |= {key: BytesStorageMetadata() for key in index.objects}
+    return Metadata(entries, metadata.paths or None, storage_meta=StorageMeta())
 
 
 def _pieces(source: Checkpoint, items: Sequence[ReadItem], dtypes: Sequence[str], targets: Sequence[Any]) -> Pieces:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import pickle
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from reshard.dcp.in_folder import InFolder
 from reshard.dcp.memory import in_memory
 from reshard.dcp.save_plan import lay_out
 from reshard.dcp.shards import Shard
 from reshard.dcp.torch_private import StorageInfo
 from reshard.dcp.writing import next_generation, sweep, write_files
 from reshard.environment import local_processes
+from reshard.errors import UsageError
 from reshard.formats import dcp_metadata
 from reshard.storage.durable import make_folder, write_atomic
 
@@ -32,7 +33,7 @@ class _File(NamedTuple):
     generation: int
 
 
-class RangeWriter(StorageWriter):
+class RangeWriter(InFolder, StorageWriter):
     """For ``torch.distributed.checkpoint.save(..., storage_writer=RangeWriter(path))``.
 
     Shards stream through a few aligned blocks, in threads and past the page cache, with their checksums; what is
@@ -44,20 +45,9 @@ class RangeWriter(StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self.path = Path(path)
+        super().__init__(path)
         self._rank: int | None = None
         self._use_collectives = True
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path on a file system of this machine."""
-        return "://" not in os.fspath(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turns to another folder if one is given."""
-        if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Where it is saved."""
@@ -74,6 +64,13 @@ class RangeWriter(StorageWriter):
         make_folder(self.path)
         if self._use_collectives or self._rank is None:
             return plan
+        if (earlier := self.path / dcp_metadata.FILE_NAME).exists():
+            raise UsageError(
+                "describes the checkpoint that is there, and no rank alone can replace it",
+                path=earlier,
+                rank=self._rank,
+                hint="save without collectives into a folder that has none",
+            )
         return dataclasses.replace(plan, storage_data=_File(self._rank, next_generation(self.path)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

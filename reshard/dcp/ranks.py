@@ -7,11 +7,12 @@ import datetime
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from reshard.dcp import messages
 from reshard.environment import control_timeout_s
 from reshard.errors import ReshardError, StorageError
 
@@ -97,38 +98,32 @@ class Ranks:
         """Everybody's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        with self.contact():
-            dist.all_gather_object(values, value, group=self.group)
+        # By way of rank 0: gloo's own all-gather takes as many turns as there are ranks.
+        values = self.broadcast(self.collect(value))
+        assert values is not None
         return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value on every rank."""
         if self.size == 1:
             return value
-        box: list[Any] = [value]
         with self.contact():
-            dist.broadcast_object_list(box, group_src=0, group=self.group)
-        return box[0]  # type: ignore[no-any-return]
+            return messages.broadcast(value, self.group)
 
     def collect(self, value: T) -> list[T] | None:
         """Everybody's value, in rank order, on rank 0; None on the others."""
         if self.size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self.contact():
-            dist.gather_object(value, values, group_dst=0, group=self.group)
-        return values
+            return messages.collect(value, self.group)
 
     def hand_out(self, values: Sequence[T] | None) -> T:
         """To each rank its own of the values, one a rank, that rank 0 gives; the others give None."""
         if self.size == 1:
             assert values is not None
             return values[0]
-        box: list[Any] = [None]
         with self.contact():
-            dist.scatter_object_list(box, list(values) if values is not None else None, group_src=0, group=self.group)
-        return box[0]  # type: ignore[no-any-return]
+            return messages.hand_out(values, self.group)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers (float64, the same count on each rank), in rank order."""
@@ -149,6 +144,13 @@ class Ranks:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.step_group)
         return largest.tolist()
 
+    def is_any(self, value: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.size == 1:
+            return value
+        with self.contact():
+            return messages.largest(int(value), self.group) > 0
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Runs a block in which any rank may fail alone; if one does, every rank raises its error.
@@ -165,9 +167,9 @@ class Ranks:
             error, cause = StorageError(fault.strerror or str(fault), path=fault.filename, rank=self.rank), fault
         except Exception as fault:
             error, cause = ReshardError(f"{type(fault).__name__}: {fault}", rank=self.rank), fault
-        met = [(rank, fault) for rank, fault in enumerate(self.gather(error)) if fault is not None]
-        if not met:
+        if not self.is_any(error is not None):
             return
+        met = [(rank, fault) for rank, fault in enumerate(self.gather(error)) if fault is not None]
         # What several ranks ran into alike is told once.
         distinct = list({str(fault): (rank, fault) for rank, fault in reversed(met)}.values())[::-1]
         for rank, theirs in distinct:

@@ -5,23 +5,20 @@ Tested with torch 2.13. A test holds that no other module of ``reshard`` names a
 
 from __future__ import annotations
 
-import collections
 import io
-import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_box
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "METADATA_CLASSES",
     "OBJECT_CLASSES",
     "ShardedTensor",
     "StorageInfo",
@@ -29,6 +26,8 @@ __all__ = [
     "empty_sharded_like",
     "is_traceable_wrapper_subclass",
     "local_box",
+    "object_to_tensor",
+    "tensor_to_object",
 ]
 
 # ``local_box(shape, mesh, placements)``: sizes and offsets of this rank's part of a DTensor; () for the offsets where
@@ -40,47 +39,26 @@ __all__ = [
 # Where a chunk lies, in ``.metadata``: what a storage plug-in has to return, and it has no public name.
 StorageInfo = filesystem._StorageInfo
 
+# What torch's collectives of objects send, for collectives that take fewer turns (`reshard.dcp.messages`). As there,
+# what comes from another rank of the same job is trusted.
+
+
+def object_to_tensor(value: object) -> torch.Tensor:
+    """Pickled, as bytes."""
+    content: torch.Tensor = distributed_c10d._object_to_tensor(  # type: ignore[no-untyped-call]
+        value, torch.device("cpu"), None
+    )[0]
+    return content
+
+
+def tensor_to_object(content: torch.Tensor) -> Any:
+    """What was pickled; bytes behind it do not matter."""
+    return distributed_c10d._tensor_to_object(content, content.numel(), None)  # type: ignore[no-untyped-call]
+
+
 # ``is_traceable_wrapper_subclass(tensor)``: whether it is made of other tensors, as quantised weights are. Nothing
 # public tells.
 
-
-def _memory_format(enum: object, name: str) -> object:
-    """What ``getattr`` is allowed to do in a ``.metadata``: up to 3.11.3, Python pickles members of enums with it."""
-    if enum is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
-        raise TypeError("an attribute of something else than the memory formats")
-    return metadata._MEM_FORMAT_ENCODING[name]
-
-
-# The classes that torch itself pickles into a DCP ``.metadata``: the allow-list for reading one. Two of them, and the
-# function that stands for a layout, have no public name.
-METADATA_CLASSES: Mapping[tuple[str, str], Any] = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{(module, "getattr"): _memory_format for module in ("builtins", "__builtin__")},
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    # Where it was saved, under the names that Python 3.10 to 3.14 give the class.
-    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
-    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
-    **{
-        ("torch", str(value).removeprefix("torch.")): value
-        for value in vars(torch).values()
-        if isinstance(value, torch.dtype)
-    },
-}
 
 # What objects may hold beyond torch's own list for ``weights_only``: NumPy values, which schedules written with NumPy
 # leave in the learning rate, and the buffers that some layers give as their extra state. None of them runs code.

@@ -45,18 +45,8 @@ def ours_load(folder: str, pairs: layouts.Pairs) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, layouts.Pairs], Path]:
-    """The folder of what stock writes at a world size, a checkpoint a layout."""
-    made: dict[int, Path] = {}
-
-    def make(world: int, pairs: layouts.Pairs) -> Path:
-        folder = made.setdefault(world, tmp_path_factory.getbasetemp() / f"by stock on {world}")
-        missing = sorted({source for source, _ in pairs if not (folder / source).exists()})
-        if missing:
-            run_ranks(world, stock_save, str(folder), missing, timeout_s=240)
-        return folder
-
-    return make
+def written(tmp_path_factory: pytest.TempPathFactory) -> layouts.Written:
+    return layouts.Written(tmp_path_factory.mktemp("by-stock"), stock_save)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, layouts.
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_what_stock_wrote_is_loaded_into_every_layout(
-    written: Callable[[int, layouts.Pairs], Path], saved: int, loaded: int, pairs: layouts.Pairs
+    written: layouts.Written, saved: int, loaded: int, pairs: layouts.Pairs
 ) -> None:
     run_ranks(loaded, ours_load, str(written(saved, pairs)), pairs, timeout_s=500)
 

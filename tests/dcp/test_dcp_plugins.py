@@ -20,10 +20,11 @@ from sharded import places, write_sharded
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 
 from reshard import dcp
-from reshard.errors import CheckpointUnsound, UnsafePickle
+from reshard.errors import CheckpointUnsound, UnsafePickle, UsageError
 
 SAVED, LIVE = 3, 8  # seeds
 
@@ -302,6 +303,54 @@ def test_ranks_that_write_metadata_of_their_own(tmp_path: Path, seeds: tuple[flo
         run_ranks(2, without_collectives, str(tmp_path / "a"), seed)
     with reshard.open_checkpoint(tmp_path / "a") as opened:
         assert torch.equal(opened.read("w"), torch.full((6, 2), seeds[-1]))
+
+
+def over_a_checkpoint(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    live = {"w": layouts._shard0(torch.ones(6, 2), mesh)}
+    stock.save(live, storage_writer=dcp.RangeWriter(folder))
+    dist.barrier()
+    with pytest.raises(UsageError, match=r"\.metadata.*no rank alone can replace it"):
+        stock.save(live, storage_writer=dcp.RangeWriter(folder), use_collectives=False)
+    dist.barrier()
+    found = {"w": layouts._shard0(torch.zeros(6, 2), mesh)}
+    stock.load(found, checkpoint_id=folder)
+    assert_leaves(found, live)
+
+
+def test_ranks_that_write_alone_do_not_hide_behind_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    run_ranks(2, over_a_checkpoint, str(tmp_path / "a"))
+
+
+class Watching(DefaultLoadPlanner):
+    """Looks at everybody's plan, as planners that spread the reading do."""
+
+    seen: list[list[ReadItem]]
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self.seen = [list(plan.items) for plan in global_plan]
+        assert [plan.items[0] for plan in global_plan] == [items[0] for items in self.seen]
+        assert [list(plan.items[1:]) for plan in global_plan] == [items[1:] for items in self.seen]
+        return [LoadPlan(list(plan.items)) for plan in global_plan]
+
+
+def plans_on_rank_0(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    live = {"w": layouts._shard0(torch.arange(12.0).reshape(6, 2), mesh), "n": 3}
+    stock.save(live, checkpoint_id=folder)
+    seen = []
+    for reader in (dcp.RangeReader(folder), stock.FileSystemReader(folder)):
+        found = {"w": layouts._shard0(torch.zeros(6, 2), mesh), "n": 0}
+        planner = Watching()
+        stock.load(found, storage_reader=reader, planner=planner)
+        assert_leaves(found, live)
+        seen.append(getattr(planner, "seen", None))
+    assert seen[0] == seen[1]
+    assert (seen[0] is not None) == (dist.get_rank() == 0)
+
+
+def test_planners_see_the_items_that_stock_would_show_them(tmp_path: Path) -> None:
+    run_ranks(2, plans_on_rank_0, str(tmp_path / "a"))
 
 
 def test_paths_and_resets() -> None:

@@ -57,17 +57,8 @@ def load_ours(folder: str, pairs: layouts.Pairs) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, layouts.Pairs], Path]:
-    made: dict[int, Path] = {}
-
-    def make(world: int, pairs: layouts.Pairs) -> Path:
-        folder = made.setdefault(world, tmp_path_factory.getbasetemp() / f"saved by {world}")
-        missing = sorted({source for source, _ in pairs if not (folder / "ours" / source).exists()})
-        if missing:
-            run_ranks(world, save_both, str(folder), missing, timeout_s=240)
-        return folder
-
-    return make
+def written(tmp_path_factory: pytest.TempPathFactory) -> layouts.Written:
+    return layouts.Written(tmp_path_factory.mktemp("by-ours-and-by-stock"), save_both)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +67,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, layouts.
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_stock_loads_what_ours_wrote(
-    written: Callable[[int, layouts.Pairs], Path], saved: int, loaded: int, pairs: layouts.Pairs
+    written: layouts.Written, saved: int, loaded: int, pairs: layouts.Pairs
 ) -> None:
     run_ranks(loaded, load_ours, str(written(saved, pairs)), pairs, timeout_s=500)
 
 
 @pytest.mark.parametrize("world", [4, 3])
-def test_the_metadata_says_what_stock_would(written: Callable[[int, layouts.Pairs], Path], world: int) -> None:
+def test_the_metadata_says_what_stock_would(written: layouts.Written, world: int) -> None:
     pairs = next(pairs for saved, _, pairs in layouts.SOME if saved == world)
     folder = written(world, pairs)
     for name, _ in pairs:

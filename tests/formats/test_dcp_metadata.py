@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from reshard.dcp import RangeReader
 from reshard.errors import CheckpointUnsound, ReshardError, UnsafePickle
 from reshard.formats import dcp_metadata
 from reshard.index.index import Chunk, Extent
@@ -273,7 +272,6 @@ def test_memory_formats_by_name_are_read(saved: Path, tmp_path: Path) -> None:
     assert b"getattr" in content.getvalue()
     (tmp_path / ".metadata").write_bytes(content.getvalue())
     assert_same_as_stock(dcp_metadata.read(tmp_path), stock(saved / ".metadata"))
-    assert_same_as_stock(dcp_metadata.read(tmp_path), RangeReader(tmp_path).read_metadata())
 
 
 @pytest.mark.parametrize("reach", [(Path, "unlink"), (Metadata, "__init__"), (torch.Size, "__class__")])
@@ -285,5 +283,3 @@ def test_no_other_attribute_is_reached(tmp_path: Path, reach: tuple[Any, str]) -
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Reaching()))
     with pytest.raises(CheckpointUnsound):
         dcp_metadata.read(tmp_path)
-    with pytest.raises(CheckpointUnsound):
-        RangeReader(tmp_path).read_metadata()
