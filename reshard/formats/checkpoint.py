@@ -44,6 +44,7 @@ class Checkpoint:
         locate: makes ``payloads`` known for an array of chunk rows.
         metadata_files: what describes the tensors: to be there, and referenced by nothing.
         version: of the format, where the files record it.
+        notes: what was found on opening that the user should know.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class Checkpoint:
     metadata_files: tuple[str, ...] = ()
     manifest_fault: CheckpointUnsound | None = None
     version: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __enter__(self) -> Checkpoint:
         return self

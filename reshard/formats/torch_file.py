@@ -78,7 +78,7 @@ def open_torch_file(path: Path) -> Checkpoint:
     """
     files = SourceFiles([path])
     try:
-        records = _records(files, path)
+        records = archive_records(files, 0)
         record = records["data.pkl"]
         content = bytes(files.read(0, record.start_bytes, record.length_bytes))
         root = unpickle.read(io.BytesIO(content), _ALLOWED, path=path, persistent=persistent_storage)
@@ -91,12 +91,20 @@ def open_torch_file(path: Path) -> Checkpoint:
         files.close()
 
 
-def _records(files: SourceFiles, path: Path) -> Mapping[str, Record]:
-    def read(start: int, length: int) -> bytearray:
-        return files.read(0, start, length)
+def archive_records(files: SourceFiles, file: int) -> Mapping[str, Record]:
+    """The records of a file of ``torch.save``, ``data.pkl`` among them.
 
-    length_bytes = files.size_bytes(0)
-    head = bytes(files.read(0, 0, min(length_bytes, HEAD_BYTES)))
+    Raises:
+        CheckpointUnsound: it is missing, empty, damaged, of an old format, big-endian, or another kind of file.
+        StorageError: the file system failed to read it.
+    """
+    path = files.paths[file]
+
+    def read(start: int, length: int) -> bytearray:
+        return files.read(file, start, length)
+
+    length_bytes = files.size_bytes(file)
+    head = bytes(files.read(file, 0, min(length_bytes, HEAD_BYTES)))
     if (reason := missing_data(head)) is not None:
         raise CheckpointUnsound(reason, path=path)
     if not looks_like_archive(head):

@@ -56,6 +56,7 @@ def read(
     *,
     path: str | os.PathLike[str],
     persistent: Callable[[Any], Any] | None = None,
+    unknown: Callable[[str, str], Any] | None = None,
 ) -> Any:
     """Reads one pickle and leaves ``file`` just behind it.
 
@@ -65,9 +66,10 @@ def read(
             protocols 0 to 2 write ``__builtin__`` for ``builtins``.
         path: the file that errors name.
         persistent: resolves a persistent id; without it a pickle that has one is refused.
+        unknown: gives what stands for a (module, qualified name) that is not in ``allowed``: something inert.
 
     Raises:
-        UnsafePickle: the pickle names something that is not in ``allowed``.
+        UnsafePickle: the pickle names something that is not in ``allowed``, and there is no ``unknown``.
         CheckpointUnsound: it is damaged, cut short, empty or a Git LFS pointer.
         StorageError: the file system failed to read it.
     """
@@ -75,7 +77,7 @@ def read(
         data = _take(file, path)
         # Outside frames the unpickler asks for a byte at a time, unless the file lets it peek.
         reader = io.BufferedReader(io.BytesIO(data), _PEEKED_BYTES)
-        return _Unpickler(reader, allowed, path, persistent, len(data) + _MOST_REPEATED).load()
+        return _Unpickler(reader, allowed, path, persistent, unknown, len(data) + _MOST_REPEATED).load()
     except ReshardError:
         raise
     except OSError as error:
@@ -102,12 +104,14 @@ class _Unpickler(pickle.Unpickler):
         allowed: Mapping[tuple[str, str], Any],
         path: str | os.PathLike[str],
         persistent: Callable[[Any], Any] | None,
+        unknown: Callable[[str, str], Any] | None,
         most_weight: int,
     ) -> None:
         super().__init__(file)
         self._allowed = allowed
         self._path = path
         self._persistent = persistent
+        self._unknown = unknown
         self._most_weight = most_weight
         # By identity, of what is not light; the value beside it keeps the identity from being given to another.
         self._weights: dict[int, tuple[int, object]] = {}
@@ -116,6 +120,8 @@ class _Unpickler(pickle.Unpickler):
         try:
             return self._allowed[module_name, global_name]
         except KeyError:
+            if self._unknown is not None:
+                return self._unknown(module_name, global_name)
             raise UnsafePickle(
                 f"the pickle names {module_name}.{global_name}, which is not on the allow-list; it was not run",
                 path=self._path,

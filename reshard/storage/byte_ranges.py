@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -34,12 +34,17 @@ class Read(NamedTuple):
 class SourceFiles:
     """Numbered files that are read from, opened when first needed and closed when too many are open.
 
+    Args:
+        paths: where they are.
+        in_memory: the content of those that are no files, by number.
+
     Attributes:
-        bytes_read: by all calls so far.
+        bytes_read: from files, by all calls so far.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], in_memory: Mapping[int, bytes | bytearray] | None = None) -> None:
         self.paths = paths
+        self.in_memory = in_memory or {}
         self.bytes_read = 0
         # Half of what the process may have, for threads and the files that are written have theirs.
         self._most_open = min(MOST_OPEN_FILES, max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 16))
@@ -80,6 +85,9 @@ class SourceFiles:
             CheckpointUnsound: the file is missing or ends before.
             StorageError: the file system failed to read it.
         """
+        if file in self.in_memory:
+            self._copy(file, start, pieces)
+            return
         with self._descriptor(file) as descriptor:
             for group in range(0, len(pieces), MOST_PIECES):
                 start = self._fill(file, descriptor, start, list(pieces[group : group + MOST_PIECES]))
@@ -111,8 +119,16 @@ class SourceFiles:
         Raises:
             CheckpointUnsound, StorageError: as `read`.
         """
+        if file in self.in_memory:
+            return len(self.in_memory[file])
         with self._descriptor(file) as descriptor:
             return os.fstat(descriptor).st_size
+
+    def _copy(self, file: int, start: int, pieces: Sequence[memoryview]) -> None:
+        content = memoryview(self.in_memory[file])
+        for piece in pieces:
+            piece[:] = content[start : start + len(piece)]
+            start += len(piece)
 
     def _fill(self, file: int, descriptor: int, start: int, pieces: list[memoryview]) -> int:
         while pieces:

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from reshard.dcp.ranks import all_ranks
 from reshard.errors import UsageError
+from reshard.index.names import canonical_names
 from reshard.storage.durable import rename_durably, storage_errors
 from reshard.train import fsdp1
-from reshard.train.names import canonical_names
 
 
 def export_weights(

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from reshard.dcp.torch_private import ShardedTensor, empty_sharded_like
+from reshard.index.names import canonical_names
 from reshard.train import fsdp1
-from reshard.train.names import canonical_names
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:

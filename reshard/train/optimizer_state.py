@@ -15,9 +15,9 @@ import torch
 
 from reshard.errors import StateMismatch
 from reshard.formats.tagged import Json
+from reshard.index.names import canonical_names
 from reshard.train import fsdp1
 from reshard.train.model_state import parameter_names, state_names
-from reshard.train.names import canonical_names
 
 PARAMS = "params"
 # What the optimizer was told at its construction, wrapper prefixes and all: not a hyperparameter.

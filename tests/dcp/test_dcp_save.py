@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> layouts.Written:
     [*layouts.SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in layouts.ALL)],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_stock_loads_what_ours_wrote(
-    written: layouts.Written, saved: int, loaded: int, pairs: layouts.Pairs
-) -> None:
+def test_stock_loads_what_ours_wrote(written: layouts.Written, saved: int, loaded: int, pairs: layouts.Pairs) -> None:
     run_ranks(loaded, load_ours, str(written(saved, pairs)), pairs, timeout_s=500)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard import ReshardError, TrainState, load_state, save_state
 from reshard.errors import StateMismatch
-from reshard.train.names import canonical_names
+from reshard.index.names import canonical_names
 
 STOCK_LACKS = ["rng", "step"]
 

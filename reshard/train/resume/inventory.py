@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.dcp.stored import StoredState
-from reshard.train.names import EXTRA_STATE, canonical_names
+from reshard.index.names import EXTRA_STATE, canonical_names
 
 MODEL_ROOTS = ("model",)
 OPTIMIZER_ROOTS = ("optim", "optimizer")

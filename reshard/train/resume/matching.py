@@ -12,7 +12,7 @@ import torch
 
 from reshard.dcp.stored import TensorSpec, is_lossy, number_kind
 from reshard.errors import StateMismatch, UsageError
-from reshard.train.names import EXTRA_STATE
+from reshard.index.names import EXTRA_STATE
 
 LISTED_FAULTS = 20
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from reshard.dcp.stored import nested
 from reshard.errors import StateMismatch
+from reshard.index.names import canonical_names
 from reshard.train.learning_rate import TOLERANCE, Rescale, base_lr, is_same_lr, lr_of
 from reshard.train.model_state import empty_like_shard
-from reshard.train.names import canonical_names
 from reshard.train.optimizer_state import PARAMS, OptimizerState
 from reshard.train.resume.grouping import match_entries, match_groups, match_kinds
 from reshard.train.resume.inventory import Path

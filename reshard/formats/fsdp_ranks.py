@@ -1,0 +1,180 @@
+"""What ranks saved each for itself with ``torch.save``: verl, FSDP2, FSDP1's SHARDED_STATE_DICT, and others.
+
+Each rank's files hold its boxes of every tensor, as DTensors or ShardedTensors, which say where they belong
+(`reshard.formats.sharded_classes`); a plain tensor (a buffer, a step counter) is the same on every rank. Ranks of an
+HSDP mesh repeat each other. Which files hold which part of the state, `reshard.formats.rank_state` tells::
+
+    verl         model_world_size_<W>_rank_<r>.pt    {fqn: DTensor}
+                 optim_world_size_<W>_rank_<r>.pt    {"state": {id: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups"}
+                 extra_state_world_size_<W>_rank_<r>.pt   {"lr_scheduler": ..., "rng": {"cpu", "numpy", "random"}}
+                 fsdp_config.json                    {"FSDP_version": 1 | 2, "world_size": W}
+    others       one file a rank with {"model", "optimizer", ...}, or one a part
+
+The ids of an optimizer count the parameters in the order of its groups; their names are nowhere in the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CheckpointUnsound
+from reshard.formats import rescued
+from reshard.formats.assembly import Assembly
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.hints import Hints
+from reshard.formats.optimizer_names import names_by_id
+from reshard.formats.rank_file import RankFile, open_rank_files
+from reshard.formats.rank_sets import RankSet, require_complete
+from reshard.formats.rank_state import RankState, is_tensor, rank_state
+from reshard.formats.sharded_classes import Held
+from reshard.index.names import canonical_names
+
+NAME = "fsdp-ranks"
+_STEP_IN_NAME = re.compile(r"(?:global_?step|step|iter)[_-]?(\d+)", re.IGNORECASE)
+
+
+def open_ranks(folder: Path, sets: Sequence[RankSet], hints: Hints) -> Checkpoint:
+    """Opens the files of all ranks: reads what describes the tensors, and none of them.
+
+    Raises:
+        CheckpointUnsound: files are missing, damaged, or contradict each other.
+        UsageError: the names of the optimizer's entries cannot be told.
+    """
+    ranks = require_complete(sets, folder)
+    assembly = Assembly(folder, [found.files[rank] for rank in range(ranks) for found in sets])
+    try:
+        opened = open_rank_files(assembly.files, range(ranks * len(sets)))
+        states = [rank_state(rank, opened[rank * len(sets) : (rank + 1) * len(sets)]) for rank in range(ranks)]
+        return _assembled(assembly, states, opened, hints)
+    finally:
+        assembly.files.close()
+
+
+def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence[RankFile], hints: Hints) -> Checkpoint:
+    if unknown := sorted({name for source in opened for name in source.unknown if not name.startswith("torch.")}):
+        assembly.notes.append(f"classes that are not needed were not loaded: {', '.join(unknown)}")
+    names = _model(assembly, states)
+    parts = ["model"] if names else []
+    groups = _optimizer(assembly, states, names, hints)
+    if groups is not None:
+        parts.append("optimizer")
+    schedulers = _schedulers(states[0])
+    rng_ranks = _rng(assembly, states)
+    manifest = rescued.manifest_of(
+        assembly,
+        step=_step(assembly, states),
+        ranks=len(states),
+        parts=parts,
+        lr=[group.get("lr") for group in groups or ()],
+        schedulers=schedulers,
+        rng_ranks=rng_ranks,
+    )
+    return assembly.build(NAME, manifest)
+
+
+def _model(assembly: Assembly, states: Sequence[RankState]) -> dict[str, str]:
+    """Adds the model; its names as the files spell them, and without wrappers."""
+    spelled = {name: None for state in states if state.model for name in state.model.content}
+    names = canonical_names(spelled)
+    for state in states:
+        if state.model is None:
+            continue
+        for name, value in state.model.content.items():
+            if is_tensor(value):
+                assembly.add_tensor(rescued.model_key(names[name]), value, state.model.source)
+    return names
+
+
+def _optimizer(
+    assembly: Assembly, states: Sequence[RankState], names: Mapping[str, str], hints: Hints
+) -> list[dict[str, Any]] | None:
+    """Adds the optimizer; its groups, or None where the files have none."""
+    holders = [state for state in states if state.optimizer is not None]
+    if not holders:
+        return None
+    if missing := [state.rank for state in states if state.optimizer is None]:
+        raise CheckpointUnsound(
+            "an optimizer that not every rank saved", path=assembly.folder, found=f"none of ranks {missing}",
+            hint="rank 0's part alone is no optimizer: leave it out with --only model",
+        )  # fmt: skip
+    assert holders[0].optimizer is not None
+    groups = list(holders[0].optimizer.content["param_groups"])
+    by_id = _names(assembly, holders, groups, names, hints)
+    for state in holders:
+        assert state.optimizer is not None
+        for entry, slots in state.optimizer.content["state"].items():
+            for slot, value in slots.items():
+                rescued.add_state(assembly, by_id[entry], str(slot), value, state.optimizer.source)
+    rescued.add_groups(
+        assembly, groups, [[by_id.get(entry, str(entry)) for entry in group["params"]] for group in groups]
+    )
+    return groups
+
+
+def _names(
+    assembly: Assembly,
+    holders: Sequence[RankState],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+    hints: Hints,
+) -> dict[Any, str]:
+    """The parameter of each entry of the optimizer."""
+    entries = {entry for state in holders if state.optimizer for entry in state.optimizer.content["state"]}
+    entries |= {entry for group in groups for entry in group["params"]}
+    if all(isinstance(entry, str) for entry in entries):
+        return dict(canonical_names(sorted(entries), like=names or None))
+    shapes: dict[int, tuple[int, ...]] = {}
+    for state in holders:
+        assert state.optimizer is not None
+        for entry, slots in state.optimizer.content["state"].items():
+            for slot, value in slots.items():
+                if slot != "step" and is_tensor(value) and (value.shape or isinstance(value, Held)):
+                    shapes.setdefault(entry, value.shape)
+    first = holders[0]
+    assert first.optimizer is not None
+    model = first.model.content if first.model else {}
+    # Where anything is sharded, what is not is a buffer.
+    sharded = {names[name]: value.shape for name, value in model.items() if isinstance(value, Held)}
+    parameters = sharded or {names[name]: value.shape for name, value in model.items() if is_tensor(value)}
+    return dict(
+        names_by_id(
+            [group["params"] for group in groups], shapes, parameters, hints.param_order, first.optimizer.source.path
+        )
+    )
+
+
+def _schedulers(state: RankState) -> dict[str, Any]:
+    found = state.rest.get("scheduler")
+    return {"scheduler": found[0]} if found is not None and found[0] else {}
+
+
+def _rng(assembly: Assembly, states: Sequence[RankState]) -> int:
+    """Adds the random states; of how many ranks there are any."""
+    count = 0
+    for state in states:
+        for key in ("rng", "rng_state", "random_states"):
+            if key in state.rest and isinstance(state.rest[key][0], dict):
+                content, source = state.rest[key]
+                rescued.add_rng(assembly, state.rank, content, source)
+                count += 1
+                break
+    return count
+
+
+def _step(assembly: Assembly, states: Sequence[RankState]) -> int:
+    """The step: as the optimizer counts, or the folder's name says."""
+    optimizer = states[0].optimizer
+    if optimizer is not None:
+        for slots in optimizer.content["state"].values():
+            value = slots.get("step")
+            if isinstance(value, (int, float)):
+                return int(value)
+            if value is not None and is_tensor(value) and not isinstance(value, Held):
+                return int(rescued.number_of(value, optimizer.source, assembly, "step"))
+    for folder in (assembly.folder, *assembly.folder.parents[:2]):
+        if (match := _STEP_IN_NAME.fullmatch(folder.name)) is not None:
+            return int(match[1])
+    return 0

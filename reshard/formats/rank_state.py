@@ -1,0 +1,110 @@
+"""The parts of a training state in one rank's files: model, optimizer, and what else a trainer keeps.
+
+Trainers spread the parts over files or put them under keys of one file, and call them what they like. A part is told
+by its content: an optimizer's state has ``state`` and ``param_groups``; a model's is names and tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import CheckpointUnsound
+from reshard.formats.rank_file import RankFile
+from reshard.formats.sharded_classes import Held
+from reshard.formats.torch_archive import Stored
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizer_states")
+_SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "scheduler_state_dict")
+
+
+@dataclass
+class Part:
+    """A dict of a file."""
+
+    content: dict[Any, Any]
+    source: RankFile
+
+
+@dataclass
+class RankState:
+    """What one rank's files hold.
+
+    Attributes:
+        rest: key -> value, of what is neither; a scheduler has the key ``scheduler``.
+    """
+
+    rank: int
+    model: Part | None = None
+    optimizer: Part | None = None
+    rest: dict[str, tuple[Any, RankFile]] = field(default_factory=dict)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it stands for a tensor."""
+    return isinstance(value, (Stored, Held))
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it is what an optimizer's ``state_dict`` gives."""
+    return isinstance(value, dict) and "param_groups" in value and isinstance(value.get("state"), dict)
+
+
+def is_model(value: Any) -> bool:
+    """Whether it is a dict of tensors by name, which may have other values among them."""
+    return (
+        isinstance(value, dict)
+        and any(map(is_tensor, value.values()))
+        and all(isinstance(key, str) for key in value)
+        and not any(isinstance(entry, dict) and any(map(is_tensor, entry.values())) for entry in value.values())
+    )
+
+
+def rank_state(rank: int, files: Iterable[RankFile]) -> RankState:
+    """Sorts out what a rank's files hold.
+
+    Raises:
+        CheckpointUnsound: two files have the same part.
+    """
+    state = RankState(rank)
+    for source in files:
+        root = source.root
+        if is_optimizer(root):
+            _set(state, "optimizer", root, source)
+        elif isinstance(root, dict) and (found := _under(root, _MODEL_KEYS, is_model)) is not None:
+            _set(state, "model", root[found], source)
+            _sort_rest(state, {key: value for key, value in root.items() if key != found}, source)
+        elif is_model(root):
+            _set(state, "model", root, source)
+        elif isinstance(root, dict):
+            _sort_rest(state, root, source)
+        else:
+            state.rest[source.path.stem] = root, source
+    return state
+
+
+def _sort_rest(state: RankState, content: dict[Any, Any], source: RankFile) -> None:
+    found = _under(content, _OPTIMIZER_KEYS, is_optimizer)
+    for key, value in content.items():
+        if key == found:
+            _set(state, "optimizer", value, source)
+        else:
+            state.rest["scheduler" if key in _SCHEDULER_KEYS else str(key)] = value, source
+
+
+def _under(content: dict[Any, Any], keys: Iterable[str], fits: Any) -> str | None:
+    return next((key for key in keys if key in content and fits(content[key])), None)
+
+
+def _set(state: RankState, part: str, content: dict[Any, Any], source: RankFile) -> None:
+    if (known := getattr(state, part)) is not None:
+        raise CheckpointUnsound(
+            f"two files of a rank hold {'a model' if part == 'model' else 'an optimizer'}",
+            path=source.path,
+            rank=state.rank,
+            found=known.source.path.name,
+            hint="name the folder or a file of one checkpoint",
+        )
+    setattr(state, part, Part(content, source))

@@ -1,0 +1,157 @@
+"""A training state put together from another tool's files: the keys and the manifest that a run of ours has.
+
+Model tensors are ``model.<fqn>``, an optimizer's ``optim.state.<fqn>.<name>``, its hyperparameters, as stock DCP has
+them, objects ``optim.param_groups.<group>.<name>``. The manifest records which parts the source held.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import UsageError
+from reshard.formats import tagged
+from reshard.formats.assembly import Assembly
+from reshard.formats.manifest import Manifest, World
+from reshard.formats.plain_values import Budget, NotPlain, plain
+from reshard.formats.rank_file import RankFile
+from reshard.formats.sharded_classes import Held
+from reshard.formats.torch_archive import Stored
+from reshard.index.dtypes import values
+
+MODEL, OPTIMIZER = "model", "optim"
+_MOST_ENTRIES = 1 << 22
+
+
+def model_key(name: str) -> str:
+    """Of a tensor of the model."""
+    return f"{MODEL}.{name}"
+
+
+def state_key(name: str, slot: str) -> str:
+    """Of an entry of the optimizer's state of a parameter."""
+    return f"{OPTIMIZER}.state.{name}.{slot}"
+
+
+def add_state(assembly: Assembly, name: str, slot: str, value: Any, source: RankFile) -> None:
+    """Adds an entry of the optimizer's state: what a rank has of a tensor, or a number."""
+    key = state_key(name, slot)
+    if isinstance(value, (Stored, Held)):
+        assembly.add_tensor(key, value, source)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and key not in assembly.keys:
+        add_number(assembly, key, value)
+
+
+def add_number(assembly: Assembly, key: str, value: float) -> None:
+    """Adds a float32 without dims, which is what torch's optimizers keep as ``step``."""
+    assembly.add_made(key, "float32", (), struct.pack("<f", value))
+
+
+def add_groups(assembly: Assembly, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
+    """Adds the hyperparameters of the parameter groups.
+
+    Args:
+        names: of each group's parameters.
+    """
+    for number, (group, fqns) in enumerate(zip(groups, names, strict=True)):
+        for option, value in {**group, "params": list(fqns)}.items():
+            steps = (OPTIMIZER, "param_groups", number, str(option))
+            try:
+                content = plain(value, Budget(_MOST_ENTRIES), 0)
+            except NotPlain:
+                continue
+            assembly.add_object(".".join(map(str, steps)), content, steps)
+
+
+def add_rng(assembly: Assembly, rank: int, states: Mapping[str, Any], source: RankFile) -> None:
+    """Adds a rank's random states as far as they are those of torch, NumPy and Python, in whatever form."""
+    for name, value in states.items():
+        if isinstance(value, Stored):
+            known = {"cpu": "torch", "torch": "torch", "cuda": "cuda_0", "device": "cuda_0"}.get(name)
+            if known is not None:
+                assembly.add_tensor(f"rng.rank_{rank}.{known}", value, source)
+            continue
+        try:
+            content = plain(value, Budget(_MOST_ENTRIES), 0)
+        except NotPlain:
+            continue
+        if name in ("random", "python") and isinstance(content, tuple) and len(content) == 3:
+            version, internal, gauss = content
+            _add_text(assembly, f"rng.rank_{rank}.python", [version, list(internal), gauss])
+        elif name == "numpy" and isinstance(content, tuple) and len(content) == 5:
+            kind, keys, position, has_gauss, cached = content
+            _add_text(
+                assembly, f"rng.rank_{rank}.numpy",
+                [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+            )  # fmt: skip
+
+
+def _add_text(assembly: Assembly, key: str, content: object) -> None:
+    encoded = json.dumps(content).encode()
+    assembly.add_made(key, "uint8", (len(encoded),), encoded)
+
+
+def number_of(value: Stored, source: RankFile, assembly: Assembly, key: str) -> float:
+    """The one number that a tensor holds, read now."""
+    found = source.locate(value, key)
+    data = assembly.files.read(source.file, found.start_bytes, found.record.length_bytes)
+    return float(values(data, found.dtype).reshape(-1)[0])
+
+
+def manifest_of(
+    assembly: Assembly,
+    *,
+    step: int,
+    ranks: int,
+    parts: Sequence[str],
+    lr: Sequence[Any] = (),
+    schedulers: Mapping[str, Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    rng_ranks: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> Manifest:
+    """A manifest of what another tool's files held; parts that they lacked are not in it."""
+    path = assembly.folder
+    encoded = _encoded(assembly, schedulers or {}, "scheduler")
+    others = _encoded(assembly, extra or {}, "extra")
+    held = [
+        *parts,
+        *(["scheduler"] if encoded else []),
+        *(["rng"] if rng_ranks else []),
+        *(f"extra.{n}" for n in others),
+    ]
+    return Manifest(
+        step=step,
+        attempt=f"converted from {path.name}",
+        world=World(ranks, 1, 0, dict(mesh or {})),
+        parts=dict.fromkeys([*held, "step"], "saved"),
+        lr=[float(rate) if isinstance(rate, (int, float)) else None for rate in lr],
+        batch=None,
+        data=None,
+        schedulers=encoded,
+        scaler=None,
+        rng={"ranks": rng_ranks} if rng_ranks else None,
+        extra=others,
+        optimizers={},
+        versions=dict(versions or {}),
+        saved_at=datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc).isoformat(
+            timespec="seconds"
+        ),
+    )
+
+
+def _encoded(assembly: Assembly, states: Mapping[str, Any], kind: str) -> dict[str, tagged.Json]:
+    encoded = {}
+    for name, state in states.items():
+        where = f"{kind}.{name}"
+        try:
+            encoded[name] = tagged.encode(plain(state, Budget(_MOST_ENTRIES), 0), where=where)
+        except (NotPlain, UsageError) as fault:
+            assembly.notes.append(f"left out, for it holds more than plain values: {where} ({fault})")
+    return encoded
