@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reshard.cluster.signals import StopSignal
     from reshard.formats.checkpoint import Checkpoint
     from reshard.formats.opening import open_checkpoint
+    from reshard.rewrite.convert import convert
     from reshard.train.accumulate import StepResult, accumulate
     from reshard.train.checkpointer import Checkpointer
     from reshard.train.exact import exact
@@ -48,6 +49,7 @@ _HOMES = {
     "TrainState": "reshard.train.state",
     "accumulate": "reshard.train.accumulate",
     "clip_grad_norm_": "reshard.train.norm",
+    "convert": "reshard.rewrite.convert",
     "exact": "reshard.train.exact",
     "export_weights": "reshard.train.export",
     "load_state": "reshard.train.resume.load",
@@ -71,6 +73,7 @@ __all__ = [
     "TrainState",
     "accumulate",
     "clip_grad_norm_",
+    "convert",
     "dcp",
     "exact",
     "export_weights",

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from reshard.convert import offline
-from reshard.convert.prepare import prepare
+from reshard.rewrite import run as offline
+from reshard.rewrite.prepare import prepare
 from reshard.geometry.mesh import Mesh
 
 DTYPES = [

@@ -25,7 +25,7 @@ LAYERS = [
     "train",
     "dcp",
     "verify",
-    "convert",
+    "rewrite",
     "engine",
     "formats",
     "plan",

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from reshard.cli.output import print_json, print_text, print_warning
+from reshard.cli.output import print_json, print_text
 from reshard.cli.progress import byte_progress
-from reshard.cli.units import bytes_text, plural, some
-from reshard.errors import ReshardError
-
-if TYPE_CHECKING:
-    from reshard.convert.offline import Summary
-    from reshard.convert.prepare import Prepared
-    from reshard.geometry.mesh import Mesh
-
-_HEAD_START_S = 5.0
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+from reshard.cli.rewriting import (
+    add_common_options,
+    count,
+    describe_plan,
+    describe_summary,
+    first_rank_first,
+    mesh_of,
+    plan_fields,
+    summary_fields,
+    warn_of_losses,
+)
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,36 +32,28 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("source", metavar="SRC", type=Path, help="the checkpoint; only read")
     parser.add_argument("destination", metavar="DST", type=Path, help="the folder to make; appears when all is written")
     world = parser.add_mutually_exclusive_group(required=True)
-    world.add_argument("--world-size", type=_count, metavar="M", help="data-parallel ranks to shard for")
+    world.add_argument("--world-size", type=count, metavar="M", help="data-parallel ranks to shard for")
     world.add_argument("--mesh", metavar="AXES", help="for HSDP: dp_replicate=R,dp_shard=S")
-    parser.add_argument("--only", choices=["model"], help="leave out all but the model's tensors")
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32", "fp64"], help="cast the weights, and nothing else")
-    parser.add_argument(
-        "--drop", action="append", default=[], metavar="PREFIX", help="leave out keys that begin so (repeatable)"
-    )
     parser.add_argument(
         "--in", dest="also", action="append", default=[], type=Path, metavar="DIR",
         help="a further folder with files of SRC, such as those of another node (repeatable)",
     )  # fmt: skip
-    parser.add_argument(
-        "--memory", type=_bytes, default="256M", metavar="SIZE", help="for buffers, in each process (default: 256M)"
-    )
-    parser.add_argument("--force", action="store_true", help="replace DST")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and what it will cost; write nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_common_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from reshard.convert import offline
-    from reshard.convert.prepare import prepare
     from reshard.environment import launched_as, ranks_per_node
+    from reshard.rewrite.prepare import prepare
+    from reshard.rewrite.run import check_destination, run
 
     rank, ranks, _ = launched_as()
-    with _first_rank_first(rank):
+    with first_rank_first(rank):
+        mesh = mesh_of(args)
+        assert mesh is not None
         prepared = prepare(
             args.source,
-            _mesh(args),
+            mesh,
             only=args.only,
             dtype=args.dtype,
             drop=args.drop,
@@ -73,125 +61,21 @@ def _run(args: argparse.Namespace) -> int:
             memory_bytes=args.memory,
             processes=1 if ranks == 1 else ranks_per_node(ranks),
         )
-        offline.check_destination(prepared, args.destination, force=args.force)
+        check_destination(prepared, args.destination, force=args.force)
     if args.dry_run:
         with prepared.checkpoint:
             if rank == 0:
-                _print(args, _plan_fields(prepared), _describe_plan(prepared, args.destination))
+                _print(args, plan_fields(prepared), describe_plan(prepared, args.destination))
         return 0
-    if rank == 0 and prepared.selection.of_one_rank:
-        names = prepared.selection.of_one_rank
-        print_warning(
-            f"kept as they are, for they belong to single ranks: {some(names)} (--drop PREFIX leaves them out)"
-        )
-    if rank == 0 and prepared.left_behind:
-        print_warning(f"left behind, for they are no part of it: {some(prepared.left_behind)}")
-    if rank == 0 and prepared.checkpoint.values:
-        print_warning(f"not tensors, and left out: {some(sorted(prepared.checkpoint.values))}")
+    if rank == 0:
+        warn_of_losses(prepared)
     shown_bytes = prepared.files.output.total_bytes // ranks
     with byte_progress(shown_bytes if rank == 0 else 0, "write") as advance:
-        summary = offline.run(prepared, args.destination, force=args.force, progress=advance if rank == 0 else None)
+        summary = run(prepared, args.destination, force=args.force, progress=advance if rank == 0 else None)
     if rank == 0:
-        _print(args, {**_plan_fields(prepared), **_summary_fields(summary)}, _describe(summary))
+        _print(args, {**plan_fields(prepared), **summary_fields(summary)}, describe_summary(summary))
     return 0
-
-
-@contextlib.contextmanager
-def _first_rank_first(rank: int) -> Iterator[None]:
-    """Lets rank 0 tell what most likely all ranks meet, and the launcher end the others, before they tell it too."""
-    try:
-        yield
-    except ReshardError:
-        if rank:
-            time.sleep(_HEAD_START_S)
-        raise
-
-
-def _mesh(args: argparse.Namespace) -> Mesh:
-    from reshard.geometry.mesh import Mesh
-
-    return Mesh.parse(args.mesh) if args.mesh is not None else Mesh(args.world_size)
 
 
 def _print(args: argparse.Namespace, fields: dict[str, object], text: str) -> None:
     print_json(fields) if args.json else print_text(text)
-
-
-def _plan_fields(prepared: Prepared) -> dict[str, object]:
-    output = prepared.files.output
-    return {
-        "source": str(prepared.checkpoint.path),
-        "ranks": prepared.mesh.ranks,
-        "mesh": prepared.mesh.axes,
-        "tensors": len(prepared.selection.tensors),
-        "objects": len(prepared.selection.objects),
-        "objects_of_one_rank": prepared.selection.of_one_rank,
-        "dropped": prepared.selection.dropped,
-        "files_beside": [path.name for path in prepared.beside],
-        "left_behind": prepared.left_behind,
-        "files": dict(zip(output.names, output.length_bytes.tolist(), strict=True)),
-        "pieces": len(prepared.job.plan.source),
-        "bytes_to_read": prepared.source_bytes,
-        "bytes_to_write": prepared.written_bytes,
-        "threads": prepared.budget.threads,
-        "buffer_bytes": prepared.budget.threads * prepared.budget.block_bytes,
-    }
-
-
-def _describe_plan(prepared: Prepared, destination: Path) -> str:
-    output, index = prepared.files.output, prepared.checkpoint.index
-    axes = ", ".join(f"{axis} {size}" for axis, size in prepared.mesh.axes.items())
-    longest = output.length_bytes.tolist()
-    lines = [
-        f"{prepared.checkpoint.path} -> {destination}",
-        f"  {plural(len(prepared.selection.tensors), 'tensor')} in {plural(len(index.file), 'chunk')}, "
-        f"{plural(len(index.files), 'file')} -> {plural(len(output.box), 'record')} in "
-        f"{plural(len(output.names), 'file')} for {plural(prepared.mesh.ranks, 'rank')} ({axes})",
-        f"  {plural(len(prepared.job.plan.source), 'piece')}; reads {bytes_text(prepared.source_bytes)}, writes "
-        f"{bytes_text(prepared.written_bytes)}; files of {bytes_text(min(longest))} to {bytes_text(max(longest))}",
-        f"  {plural(prepared.budget.threads, 'thread')} with {bytes_text(prepared.budget.block_bytes)} each",
-    ]
-    if prepared.selection.dropped:
-        lines.append(f"  dropped: {some(prepared.selection.dropped)}")
-    if prepared.selection.of_one_rank:
-        lines.append(f"  kept as they are, for they belong to single ranks: {some(prepared.selection.of_one_rank)}")
-    lines.append("nothing was written (--dry-run)")
-    return "\n".join(lines)
-
-
-def _summary_fields(summary: Summary) -> dict[str, object]:
-    return {
-        "destination": str(summary.destination),
-        "bytes_written": summary.written_bytes,
-        "bytes_read": summary.read_bytes,
-        "bytes_continued": summary.continued_bytes,
-        "seconds": summary.seconds,
-        "peak_memory_bytes": summary.peak_bytes,
-        "processes": summary.ranks,
-    }
-
-
-def _describe(summary: Summary) -> str:
-    rate = summary.total_bytes - summary.continued_bytes
-    line = (
-        f"wrote {summary.destination}: {bytes_text(summary.total_bytes)} in {summary.seconds:.1f} s "
-        f"({rate / max(summary.seconds, 1e-9) / 1e9:.2f} GB/s)"
-    )
-    which = "" if summary.ranks == 1 else f"; rank 0 of {summary.ranks}"
-    line += f"{which}: read {bytes_text(summary.read_bytes)}, wrote {bytes_text(summary.written_bytes)}"
-    if summary.continued_bytes:
-        line += f", {bytes_text(summary.continued_bytes)} were there from a run before"
-    return f"{line}; peak memory {bytes_text(summary.peak_bytes)}"
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above zero, not {text!r}")
-    return int(text)
-
-
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 512M or 2G, not {text!r}")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))

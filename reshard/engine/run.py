@@ -216,6 +216,12 @@ def finish(job: Job, folder: Path, outcomes: Iterable[Outcome]) -> Int:
                     _complete(job, target, record, int(crcs[record]))
         finally:
             target.close()
+    for file, position, content in job.output.frames.closing(crcs):
+        target = _open(job, folder, file)
+        try:
+            target.patch(content, position)
+        finally:
+            target.close()
     return crcs
 
 

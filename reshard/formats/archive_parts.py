@@ -21,18 +21,15 @@ import math
 import struct
 from collections.abc import Sequence
 
+from reshard.formats.zip_parts import ZIP64_BYTES, central_header, descriptor, end_of_directory, local_header
 from reshard.geometry.box import row_major_strides
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.storage.crc32 import crc32
 
 ALIGNMENT = 64
-_FOLDER = "archive"
 _NAMES = ("data.pkl", "byteorder", "version", "data/0")
 _SMALL = {"byteorder": b"little", "version": b"3\n"}
 _CRC_IN_CENTRAL_HEADER = 16
-_MASK32 = 0xFFFFFFFF
-# From here on the place of the central headers, if not yet the size, does not fit the 32 bits of the plain zip format.
-ZIP64_BYTES = _MASK32 - (1 << 16)
 
 _STORAGES = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
@@ -50,7 +47,7 @@ def head_bytes(dtype: str, dims: int, is_large: bool) -> int:
 
 def tail_bytes(is_large: bool) -> int:
     """Length of what follows the elements, without the zeros that make the archive a multiple of 64."""
-    return _descriptor_bytes(is_large) + _directory_bytes(is_large)
+    return len(descriptor(0, ZIP64_BYTES if is_large else 0)) + _directory_bytes(is_large)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -59,13 +56,13 @@ def head(dtype: str, shape: tuple[int, ...], length_bytes: int) -> bytes:
     records = []
     for name, content in (("data.pkl", _pickle(dtype, shape)), *_SMALL.items()):
         crc = crc32(content)
-        records += [_local(name, crc, len(content), 0, b""), content]
+        records += [local_header(name, crc, len(content), 0, b""), content]
     start = sum(map(len, records))
     zip64 = struct.pack("<HHQQ", 1, 16, 0, 0) if length_bytes >= ZIP64_BYTES else b""
-    bare = start + len(_local(_NAMES[-1], 0, 0, 8, zip64)) + 4
+    bare = start + len(local_header(_NAMES[-1], 0, 0, 8, zip64)) + 4
     padding = -bare % ALIGNMENT
     extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    return b"".join([*records, _local(_NAMES[-1], 0, 0, 8, extra)])
+    return b"".join([*records, local_header(_NAMES[-1], 0, 0, 8, extra)])
 
 
 def tail(dtype: str, shape: tuple[int, ...], length_bytes: int, crc: int, pad_bytes: int) -> bytes:
@@ -79,88 +76,61 @@ def tail(dtype: str, shape: tuple[int, ...], length_bytes: int, crc: int, pad_by
 def _tail_pattern(dtype: str, shape: tuple[int, ...], length_bytes: int, pad_bytes: int) -> tuple[bytes, int]:
     """A tail with the CRC 0, and where in it the central header states the CRC; the descriptor does so at byte 4."""
     is_large = length_bytes >= ZIP64_BYTES
-    sizes = "<4sIQQ" if is_large else "<4sIII"
-    descriptor = struct.pack(sizes, b"PK\x07\x08", 0, length_bytes, length_bytes)
+    behind = descriptor(0, length_bytes)
     contents = {"data.pkl": _pickle(dtype, shape), **_SMALL}
     central = []
     position = 0
     for name in _NAMES[:-1]:
         content = contents[name]
-        central.append(_central(name, crc32(content), len(content), position, 0))
-        position += len(_local(name, 0, 0, 0, b"")) + len(content)
-    place = len(descriptor) + pad_bytes + sum(map(len, central)) + _CRC_IN_CENTRAL_HEADER
-    central.append(_central(_NAMES[-1], 0, length_bytes, position, 8))
+        central.append(central_header(name, crc32(content), len(content), position, 0))
+        position += len(local_header(name, 0, 0, 0, b"")) + len(content)
+    place = len(behind) + pad_bytes + sum(map(len, central)) + _CRC_IN_CENTRAL_HEADER
+    central.append(central_header(_NAMES[-1], 0, length_bytes, position, 8))
     directory = b"".join(central)
-    start = len(head(dtype, shape, length_bytes)) + length_bytes + len(descriptor) + pad_bytes
-    return b"".join([descriptor, bytes(pad_bytes), directory, _end(len(directory), start, is_large)]), place
+    start = len(head(dtype, shape, length_bytes)) + length_bytes + len(behind) + pad_bytes
+    end = end_of_directory(len(_NAMES), len(directory), start, is_large)
+    return b"".join([behind, bytes(pad_bytes), directory, end]), place
 
 
 def _pickle(dtype: str, shape: Sequence[int]) -> bytes:
-    """``_rebuild_tensor_v2(storage 0, 0, shape, strides, False, OrderedDict())``, or v3 with a dtype."""
+    return b"\x80\x02" + tensor_instructions(dtype, shape, "0") + b"."
+
+
+def tensor_instructions(dtype: str, shape: Sequence[int], storage_key: str) -> bytes:
+    """The instructions of a pickle that leave a dense tensor on the stack, the only one in its storage.
+
+    ``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())``, or v3 with a dtype.
+    """
     typed = _STORAGES.get(dtype)
     # An untyped storage is as long as its bytes.
     length = math.prod(shape) * (1 if typed else ITEM_BYTES[dtype])
     storage = b"ctorch\n" + typed.encode() + b"\n" if typed else b"ctorch.storage\nUntypedStorage\n"
     function = b"_rebuild_tensor_v2" if typed else b"_rebuild_tensor_v3"
     parts = [
-        b"\x80\x02ctorch._utils\n" + function + b"\n((",
-        _text("storage") + storage + _text("0") + _text("cpu") + _number(length),
-        b"tQ" + _number(0),
+        b"ctorch._utils\n" + function + b"\n((",
+        text_instruction("storage") + storage + text_instruction(storage_key) + text_instruction("cpu"),
+        _number(length) + b"tQ" + _number(0),
         b"(" + b"".join(map(_number, shape)) + b"t",
         b"(" + b"".join(map(_number, row_major_strides([max(1, size) for size in shape]))) + b"t",
         b"\x89ccollections\nOrderedDict\n)R",
         b"" if typed else b"ctorch\n" + dtype.encode() + b"\n",
-        b"tR.",
+        b"tR",
     ]
     return b"".join(parts)
 
 
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
+def text_instruction(text: str) -> bytes:
+    """The instruction that leaves a text on the stack."""
+    content = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(content)) + content
 
 
 def _number(value: int) -> bytes:
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
-def _local(name: str, crc: int, length_bytes: int, flags: int, extra: bytes) -> bytes:
-    path = f"{_FOLDER}/{name}".encode()
-    header = struct.pack(
-        "<4s5HIIIHH", b"PK\x03\x04", 0, flags, 0, 0, 0, crc, length_bytes, length_bytes, len(path), len(extra)
-    )
-    return header + path + extra
-
-
-def _central(name: str, crc: int, length_bytes: int, position: int, flags: int) -> bytes:
-    path = f"{_FOLDER}/{name}".encode()
-    is_large = length_bytes >= ZIP64_BYTES
-    extra = struct.pack("<HHQQ", 1, 16, length_bytes, length_bytes) if is_large else b""
-    stated = _MASK32 if is_large else length_bytes
-    header = struct.pack(
-        "<4s6HIII5HII",
-        b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, stated, stated, len(path), len(extra), 0, 0, 0, 0, position,
-    )  # fmt: skip
-    return header + path + extra
-
-
-def _end(directory_bytes: int, start: int, is_large: bool) -> bytes:
-    count = len(_NAMES)
-    plain = struct.pack(
-        "<4s4HIIH", b"PK\x05\x06", 0, 0, count, count, directory_bytes, _MASK32 if is_large else start, 0
-    )
-    if not is_large:
-        return plain
-    end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, directory_bytes, start)
-    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + directory_bytes, 1)
-    return end64 + locator + plain
-
-
-def _descriptor_bytes(is_large: bool) -> int:
-    return 24 if is_large else 16
-
-
 @functools.cache
 def _directory_bytes(is_large: bool) -> int:
     length = ZIP64_BYTES if is_large else 0
-    central = sum(len(_central(name, 0, length if name == _NAMES[-1] else 0, 0, 0)) for name in _NAMES)
-    return central + len(_end(0, 0, is_large))
+    central = sum(len(central_header(name, 0, length if name == _NAMES[-1] else 0, 0, 0)) for name in _NAMES)
+    return central + len(end_of_directory(len(_NAMES), 0, 0, is_large))

@@ -7,11 +7,8 @@ kept in memory, as the bytes of one more file.
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any, NamedTuple
 from reshard.errors import CheckpointUnsound
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import Manifest
+from reshard.formats.object_archive import object_archive
 from reshard.formats.rank_file import RankFile
 from reshard.formats.sharded_classes import Held
 from reshard.formats.torch_archive import ArchivedTensor, Stored
@@ -27,10 +25,10 @@ from reshard.geometry.box import Box, is_row_major, row_major_strides
 from reshard.geometry.flat import boxes_of_range
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import RAW, IndexBuilder, Int, Payloads, Place
+from reshard.index.kinds import nested_path
 from reshard.storage.byte_ranges import SourceFiles
 
 MADE_HERE = "(made here)"
-_ARCHIVE = "archive"
 
 
 class _Piece(NamedTuple):
@@ -189,6 +187,7 @@ class Assembly:
                 whole = Box.whole(tensor.shape)
                 rows.append(_Piece(whole, self._made_file, 0, row_major_strides(tensor.shape), 0, 0, -1))
                 builder.chunk(*whole, (self._made_file, 0, 0))
+            self.paths.setdefault(key, nested_path(key))
         builder.objects.update(self._objects)
         return Checkpoint(
             path=self.folder,
@@ -202,6 +201,7 @@ class Assembly:
             values=self.values,
             version=version,
             notes=tuple(self.notes),
+            holds_archives=True,
         )
 
     def _tensor(self, key: str, dtype: str, shape: tuple[int, ...], path: Path) -> _Tensor:
@@ -223,17 +223,6 @@ class Assembly:
         start = len(self._made)
         self._made.extend(content)
         return start
-
-
-def object_archive(value: Any) -> bytes:
-    """What ``torch.save`` writes of a plain value."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_STORED) as archive:
-        records = {"data.pkl": pickle.dumps(value, protocol=2), "byteorder": b"little", "version": b"3\n"}
-        for name, record in records.items():
-            # A time of its own would make other bytes of the same value.
-            archive.writestr(zipfile.ZipInfo(f"{_ARCHIVE}/{name}"), record)
-    return content.getvalue()
 
 
 def _piece(box: Box, found: ArchivedTensor, start: int, strides: tuple[int, ...], file: int) -> _Piece:

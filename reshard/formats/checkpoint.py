@@ -45,6 +45,7 @@ class Checkpoint:
         metadata_files: what describes the tensors: to be there, and referenced by nothing.
         version: of the format, where the files record it.
         notes: what was found on opening that the user should know.
+        holds_archives: whether each file is one archive of ``torch.save``, with many tensors.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Checkpoint:
     manifest_fault: CheckpointUnsound | None = None
     version: str | None = None
     notes: tuple[str, ...] = ()
+    holds_archives: bool = False
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from reshard.formats import archive_parts
-from reshard.formats.archive_parts import ALIGNMENT, ZIP64_BYTES
+from reshard.formats.archive_parts import ALIGNMENT
 from reshard.formats.output import Output, first_records
+from reshard.formats.zip_parts import ZIP64_BYTES
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import ARCHIVE, Index, Int, Place
 from reshard.plan import Layout
@@ -52,6 +53,9 @@ class _Archives:
             return b""
         length, pad = int(self.payload_bytes[record]), int(self.pad_bytes[record])
         return archive_parts.tail(*self._tensor(box), length, crc, pad)
+
+    def closing(self, crcs: Int) -> list[tuple[int, int, bytes]]:
+        return []
 
     def _tensor(self, box: int) -> tuple[str, tuple[int, ...]]:
         number = int(self.layout.tensor[box])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,17 +38,18 @@ class FileFault(NamedTuple):
         )
 
 
-def file_faults(index: Index, paths: Sequence[Path]) -> Iterator[FileFault]:
+def file_faults(index: Index, paths: Sequence[Path], in_memory: Container[int] = ()) -> Iterator[FileFault]:
     """Each file of the index that is missing, or shorter than the index says.
 
     Args:
         paths: where the files are, by number.
+        in_memory: numbers of those that are none.
 
     Raises:
         StorageError: the file system refused.
     """
     for file, expected_bytes in enumerate(_needed_bytes(index).tolist()):
-        if expected_bytes < 0:
+        if expected_bytes < 0 or file in in_memory:
             continue
         path = paths[file]
         found_bytes: int | None = None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats import rescued
+from reshard.formats import flat_model, flat_ranks, rescued
 from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.hints import Hints
@@ -56,9 +56,16 @@ def open_ranks(folder: Path, sets: Sequence[RankSet], hints: Hints) -> Checkpoin
 def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence[RankFile], hints: Hints) -> Checkpoint:
     if unknown := sorted({name for source in opened for name in source.unknown if not name.startswith("torch.")}):
         assembly.notes.append(f"classes that are not needed were not loaded: {', '.join(unknown)}")
-    names = _model(assembly, states)
+    flat = flat_model.read_flat_model(assembly, states, hints) if flat_model.is_flat(states) else None
+    names = _model(assembly, states) if flat is None else flat_model.add_flat_model(assembly, states, flat)
     parts = ["model"] if names else []
-    groups = _optimizer(assembly, states, names, hints)
+    groups: list[dict[str, Any]] | None = None
+    if hints.optimizer == "left out":
+        pass
+    elif flat_ranks.has_raw_optimizer(states):
+        groups = flat_ranks.add_raw_optimizer(assembly, states, flat, names, hints)
+    else:
+        groups = _optimizer(assembly, states, names, hints)
     if groups is not None:
         parts.append("optimizer")
     schedulers = _schedulers(states[0])
@@ -107,7 +114,7 @@ def _optimizer(
         assert state.optimizer is not None
         for entry, slots in state.optimizer.content["state"].items():
             for slot, value in slots.items():
-                rescued.add_state(assembly, by_id[entry], str(slot), value, state.optimizer.source)
+                rescued.add_state(assembly, by_id.get(entry, str(entry)), str(slot), value, state.optimizer.source)
     rescued.add_groups(
         assembly, groups, [[by_id.get(entry, str(entry)) for entry in group["params"]] for group in groups]
     )
@@ -141,7 +148,12 @@ def _names(
     parameters = sharded or {names[name]: value.shape for name, value in model.items() if is_tensor(value)}
     return dict(
         names_by_id(
-            [group["params"] for group in groups], shapes, parameters, hints.param_order, first.optimizer.source.path
+            [group["params"] for group in groups],
+            shapes,
+            parameters,
+            hints.param_order,
+            first.optimizer.source.path,
+            is_strict=hints.optimizer == "named",
         )
     )
 

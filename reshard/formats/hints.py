@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ class FlatUnit:
         name: of the module; empty for the root.
         fqns: of its parameters, in full, in the order in which they lie.
         shapes: of each.
-        padded_numels: elements of each entry that lies in it, paddings among them.
+        entry_numels: elements of each entry that lies in it, paddings among them.
         is_padding: of each entry, whether it is one.
         shared: (name, of which parameter it is another name), both in full.
+        is_trainable: whether an optimizer may have moments of it.
     """
 
     name: str
@@ -32,6 +34,7 @@ class FlatUnit:
     entry_numels: tuple[int, ...]
     is_padding: tuple[bool, ...]
     shared: tuple[tuple[str, str], ...] = ()
+    is_trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,34 @@ class Hints:
         param_order: names in the order of the optimizer's ids, by parameter group where they were given so.
         weights: which copy becomes the model's tensors where a source has fp32 masters beside the weights: ``masters``
             or ``stored``.
+        optimizer: ``named``, every entry by the parameter that it belongs to; ``as stored``, where the names cannot be
+            told with the integer that the file has, enough to look at a checkpoint; or ``left out``.
     """
 
     units: dict[str, FlatUnit] | None = None
     param_order: tuple[tuple[str, ...], ...] | None = None
     weights: str = "masters"
+    optimizer: str = "as stored"
+
+    @classmethod
+    def read(
+        cls,
+        layout: str | os.PathLike[str] | None = None,
+        param_order: str | os.PathLike[str] | None = None,
+        weights: str = "masters",
+    ) -> Hints:
+        """From files.
+
+        Raises:
+            UsageError: one is not what it should be.
+        """
+        if weights not in ("masters", "stored"):
+            raise UsageError("not a kind of weights", key="--weights", expected="masters or stored", found=weights)
+        return cls(
+            None if layout is None else read_layout(Path(layout)),
+            None if param_order is None else read_param_order(Path(param_order)),
+            weights,
+        )
 
 
 def read_layout(path: Path) -> dict[str, FlatUnit]:
@@ -86,7 +112,15 @@ def _unit(unit: Any) -> FlatUnit:
     kept = [numel for numel, padding in zip(numels, is_padding, strict=True) if not padding]
     if kept != [_numel(shape) for shape in shapes]:
         raise ValueError(f"numbers of elements of unit {name!r} that are not those of its shapes")
-    return FlatUnit(name, fqns, shapes, tuple(map(int, numels)), tuple(map(bool, is_padding)), _shared(unit, prefix))
+    return FlatUnit(
+        name,
+        fqns,
+        shapes,
+        tuple(map(int, numels)),
+        tuple(map(bool, is_padding)),
+        _shared(unit, prefix),
+        bool(unit.get("requires_grad", True)),
+    )
 
 
 def _shared(unit: Any, prefix: str) -> tuple[tuple[str, str], ...]:
@@ -121,8 +155,8 @@ def read_param_order(path: Path) -> tuple[tuple[str, ...], ...]:
 
 def _json(path: Path) -> Any:
     with storage_errors("read", path):
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     try:
-        return json.loads(text)
+        return json.loads(content)
     except ValueError as error:
         raise UsageError("not JSON", path=path, found=str(error)) from error

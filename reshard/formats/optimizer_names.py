@@ -17,6 +17,8 @@ def names_by_id(
     parameters: Mapping[str, Shape],
     order: Sequence[Sequence[str]] | None,
     path: Path,
+    *,
+    is_strict: bool = True,
 ) -> dict[int, str]:
     """The parameter of each id.
 
@@ -26,6 +28,7 @@ def names_by_id(
         parameters: shape of every parameter of the model that the optimizer may have.
         order: names in the order of the ids, one list or one a group; None where nobody gave it.
         path: what errors name.
+        is_strict: refuse what has several possible names, rather than leave it out of the answer.
 
     Raises:
         UsageError: several assignments fit, or the order given does not.
@@ -56,7 +59,7 @@ def names_by_id(
             names[numbers[0]] = candidates[0]
         else:
             ambiguous.append(f"{_listed(numbers)} of {shape}: any of {_listed(candidates)}")
-    if ambiguous:
+    if ambiguous and is_strict:
         raise UsageError(
             "the optimizer names its entries by integers, and several assignments to the parameters fit",
             path=path,

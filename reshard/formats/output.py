@@ -13,7 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from reshard.index.index import Int
+from reshard.index.dtypes import ITEM_BYTES
+from reshard.index.index import Index, Int, Place
+from reshard.plan import Layout
 
 
 class Frames(Protocol):
@@ -24,6 +26,9 @@ class Frames(Protocol):
 
     def tail(self, record: int, crc: int) -> bytes:
         """What lies between the payload and the record's end."""
+
+    def closing(self, crcs: Int) -> list[tuple[int, int, bytes]]:
+        """What depends on the CRC-32 of all payloads: file, position, and bytes to replace those that were written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,36 @@ class Output:
     def total_bytes(self) -> int:
         """Of all files."""
         return int(self.length_bytes.sum())
+
+
+class Files(Protocol):
+    """Laid out files of a format, and where the objects among them will lie."""
+
+    @property
+    def output(self) -> Output: ...
+    @property
+    def objects(self) -> dict[str, Place]: ...
+
+
+def whole_boxes(source: Index, tensors: Int, files: Int, dtypes: Sequence[str]) -> tuple[Layout, Int, Int]:
+    """Tensors that are not cut, for formats without shards.
+
+    Args:
+        tensors: numbers in the index, in the order of the records.
+        files: the file of each.
+
+    Returns:
+        The layout; of each record, its row in that, and its bytes.
+    """
+    # Layouts are sorted by tensor.
+    order = np.argsort(tensors, kind="stable")
+    row = np.empty(len(tensors), dtype=np.int64)
+    row[order] = np.arange(len(tensors))
+    chosen = tensors[order]
+    sizes = source.padded_shapes[chosen]
+    layout = Layout(chosen, np.zeros_like(sizes), sizes, files[order])
+    widths = np.array([ITEM_BYTES.get(dtype, 0) for dtype in dtypes], dtype=np.int64)
+    return layout, row, source.padded_shapes[tensors].prod(axis=1) * widths[tensors]
 
 
 def first_records(file: Int, files: int) -> Int:

@@ -1,8 +1,8 @@
 """Files of single ranks that belong together, by what their names record: rank, and perhaps the number of ranks.
 
 A name with a rank in it (``model_world_size_4_rank_2.pt``, ``shard_rank2_of_4.pt``, ``checkpoint_last-shard2.pt``) is
-one of a set: the files whose names differ in that number only. Ranks are what the numbers say, in whatever order a folder
-lists them.
+one of a set: the files whose names differ in that number only. Ranks are what the numbers say, in whatever order a
+folder lists them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import datetime
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,14 @@ def number_of(value: Stored, source: RankFile, assembly: Assembly, key: str) -> 
     return float(values(data, found.dtype).reshape(-1)[0])
 
 
-def manifest_of(
-    assembly: Assembly,
+def manifest_of(assembly: Assembly, **fields: Any) -> Manifest:
+    """`manifest_at` for what was put together; what cannot be kept is among its notes."""
+    return manifest_at(assembly.folder, assembly.notes, **fields)
+
+
+def manifest_at(
+    path: Path,
+    notes: list[str],
     *,
     step: int,
     ranks: int,
@@ -116,10 +123,18 @@ def manifest_of(
     extra: Mapping[str, Any] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """A manifest of what another tool's files held; parts that they lacked are not in it."""
-    path = assembly.folder
-    encoded = _encoded(assembly, schedulers or {}, "scheduler")
-    others = _encoded(assembly, extra or {}, "extra")
+    """A manifest of what another tool's files held; parts that they lacked are not in it.
+
+    Args:
+        path: of the checkpoint.
+        notes: gets what cannot be kept.
+        parts: which of model and optimizer are there.
+        lr: of each parameter group.
+        schedulers, extra: states by name.
+        rng_ranks: how many ranks' random states are there.
+    """
+    encoded = _encoded(notes, schedulers or {}, "scheduler")
+    others = _encoded(notes, extra or {}, "extra")
     held = [
         *parts,
         *(["scheduler"] if encoded else []),
@@ -146,12 +161,12 @@ def manifest_of(
     )
 
 
-def _encoded(assembly: Assembly, states: Mapping[str, Any], kind: str) -> dict[str, tagged.Json]:
+def _encoded(notes: list[str], states: Mapping[str, Any], kind: str) -> dict[str, tagged.Json]:
     encoded = {}
     for name, state in states.items():
         where = f"{kind}.{name}"
         try:
             encoded[name] = tagged.encode(plain(state, Budget(_MOST_ENTRIES), 0), where=where)
         except (NotPlain, UsageError) as fault:
-            assembly.notes.append(f"left out, for it holds more than plain values: {where} ({fault})")
+            notes.append(f"left out, for it holds more than plain values: {where} ({fault})")
     return encoded

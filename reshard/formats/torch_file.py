@@ -162,6 +162,7 @@ def _checkpoint(root: Any, pickle_bytes: int, records: Mapping[str, Record], fil
         payloads=_payloads(located),
         locate=_all_known,
         values=values,
+        holds_archives=True,
     )
 
 

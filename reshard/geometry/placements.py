@@ -1,18 +1,15 @@
 """The rows of a dim that a rank of a mesh holds, by the placements of a DTensor, without torch.
 
 Placements cut a dim one after the other, in the order of the mesh axes, each as ``torch.chunk`` does: parts of equal
-length, the last ones shorter or empty. A strided placement, which FSDP makes of a dim that tensor parallelism cuts as
-well, first cuts the dim into ``split_factor`` stripes, takes its part of each, and leaves them to the axes that follow.
+length, the last ones shorter or empty. A strided placement is what FSDP makes of a dim that tensor parallelism had cut
+before: it stands before the axes that cut first, and its ``split_factor`` is the number of parts that they made. So it
+cuts after them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-
-from reshard.index.index import Int
 
 
 class Cut(NamedTuple):
@@ -21,7 +18,7 @@ class Cut(NamedTuple):
     Attributes:
         parts: ranks along the axis.
         part: the one that is asked about.
-        split_factor: stripes of a strided placement; 1 otherwise.
+        split_factor: of a strided placement, into how many parts the axes behind it cut before; 1 otherwise.
     """
 
     parts: int
@@ -35,21 +32,26 @@ def rows_after(length: int, cuts: Sequence[Cut]) -> tuple[int, int] | None:
     Args:
         cuts: in the order of the mesh axes.
     """
-    rows = np.arange(length, dtype=np.int64)
-    for cut in cuts:
-        stripes = _chunks(rows, cut.split_factor)
-        rows = np.concatenate([_part(stripe, cut) for stripe in stripes]) if stripes else rows
-    if not len(rows):
-        return length, 0
-    first = int(rows[0])
-    return (first, len(rows)) if int(rows[-1]) - first + 1 == len(rows) else None
+    first, rows = 0, length
+    ordered = _as_they_cut(cuts)
+    if ordered is None:
+        return None
+    for cut in ordered:
+        part = -(-rows // cut.parts)
+        before = min(cut.part * part, rows)
+        first, rows = first + before, min(part, rows - before)
+    return (first, rows) if rows else (length, 0)
 
 
-def _part(rows: Int, cut: Cut) -> Int:
-    parts = _chunks(rows, cut.parts)
-    return parts[cut.part] if cut.part < len(parts) else rows[:0]
-
-
-def _chunks(rows: Int, parts: int) -> list[Int]:
-    length = -(-len(rows) // parts)
-    return [rows[start : start + length] for start in range(0, len(rows), length)] if length else []
+def _as_they_cut(cuts: Sequence[Cut]) -> list[Cut] | None:
+    """The cuts, one after the other; None where a strided one is not the last of what made its stripes."""
+    ordered: list[Cut] = []
+    for cut in reversed(cuts):
+        place, stripes = 0, 1
+        while stripes < cut.split_factor and place < len(ordered):
+            stripes *= ordered[place].parts
+            place += 1
+        if stripes != cut.split_factor and cut.parts > 1:
+            return None
+        ordered.insert(place, cut)
+    return ordered

@@ -78,6 +78,20 @@ def optimizer_place(key: str) -> tuple[str, str] | None:
     return None
 
 
+def nested_path(key: str) -> tuple[str | int, ...]:
+    """The way to an entry in the nested state that stock torch saves, for a key of a run of ours."""
+    first, _, rest = key.partition(".")
+    if first == "model" and rest:
+        return ("model", rest)
+    if key.startswith("optim.state."):
+        name, _, slot = key.removeprefix("optim.state.").rpartition(".")
+        return ("optim", "state", name, slot)
+    if key.startswith("optim.param_groups."):
+        group, _, option = key.removeprefix("optim.param_groups.").partition(".")
+        return ("optim", "param_groups", int(group) if group.isdigit() else group, option)
+    return (key,)
+
+
 def is_of_one_rank(key: str) -> bool:
     """Whether an object or a file is one rank's of the job that wrote it, such as ``dataloader.dp_rank_3``."""
     return _OF_ONE_RANK.search(key) is not None

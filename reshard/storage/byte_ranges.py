@@ -43,8 +43,8 @@ class SourceFiles:
     """
 
     def __init__(self, paths: Sequence[Path], in_memory: Mapping[int, bytes | bytearray] | None = None) -> None:
-        self.paths = paths
-        self.in_memory = in_memory or {}
+        self.paths = list(paths)
+        self.in_memory = dict(in_memory or {})
         self.bytes_read = 0
         # Half of what the process may have, for threads and the files that are written have theirs.
         self._most_open = min(MOST_OPEN_FILES, max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 16))
@@ -66,6 +66,12 @@ class SourceFiles:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
             self._descriptors.clear()
+
+    def add_in_memory(self, path: Path, content: bytes | bytearray) -> int:
+        """Adds one that is no file, by the path that errors are to name; its number."""
+        self.paths.append(path)
+        self.in_memory[len(self.paths) - 1] = content
+        return len(self.paths) - 1
 
     def read(self, file: int, start: int, length: int) -> bytearray:
         """The bytes [start, start + length).
@@ -126,6 +132,11 @@ class SourceFiles:
 
     def _copy(self, file: int, start: int, pieces: Sequence[memoryview]) -> None:
         content = memoryview(self.in_memory[file])
+        end = start + sum(map(len, pieces))
+        if end > len(content):
+            raise CheckpointUnsound(
+                "cut short", path=self.paths[file], expected=f"at least {end} bytes", found=f"{len(content)} bytes"
+            )
         for piece in pieces:
             piece[:] = content[start : start + len(piece)]
             start += len(piece)

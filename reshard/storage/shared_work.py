@@ -156,8 +156,11 @@ class SharedWork:
         for path in self._work.glob("journal-*.jsonl"):
             remove_tree(path)
 
-    def commit(self) -> None:
+    def commit(self, only: str | None = None) -> None:
         """Gives the files their name; rank 0 does, and the others wait. Replaces what has the name.
+
+        Args:
+            only: the one file that is to have the name, rather than the folder.
 
         Raises:
             StorageError: the file system refused; the destination is as it was.
@@ -167,7 +170,7 @@ class SharedWork:
             fsync_tree(self.folder)
             # After the swap the old folder lies where the new one was staged: no launch may go on from that.
             write_atomic(self._work / "job", b"committed")
-            put_in_place(self.folder, self.destination, self._aside)
+            put_in_place(self.folder if only is None else self.folder / only, self.destination, self._aside)
             if os.path.lexists(self._aside):
                 # A launch before had set it aside, and came no further.
                 move_to_trash(self._aside)

@@ -170,9 +170,9 @@ def test_under_torchrun_a_fault_is_told_once(tmp_path: Path, fault: str) -> None
 MEASURE = """
 import sys, resource, json
 from pathlib import Path
-import reshard.cli.main, reshard.convert.offline, reshard.cli.progress, numpy
-from reshard.convert import offline
-from reshard.convert.prepare import prepare
+import reshard.cli.main, reshard.rewrite.run, reshard.cli.progress, numpy
+from reshard.rewrite import run as offline
+from reshard.rewrite.prepare import prepare
 from reshard.geometry.mesh import Mesh
 tiny, source, made, memory, ranks, dtype = sys.argv[1:]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rewriting import any_bits, assert_same, file_bytes, rewrite, rows_of, stock_tensors, write_boxes
 
-from reshard.convert import offline
-from reshard.convert.prepare import prepare
+from reshard.rewrite import run as offline
+from reshard.rewrite.prepare import prepare
 from reshard.engine import bands, run, segment
 from reshard.engine.blocks import PAGE_BYTES
 from reshard.engine.run import Budget

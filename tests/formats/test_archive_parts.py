@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from reshard.formats import archive_parts
-from reshard.formats.archive_parts import ALIGNMENT, ZIP64_BYTES
+from reshard.formats.archive_parts import ALIGNMENT
+from reshard.formats.zip_parts import ZIP64_BYTES
 from reshard.formats.torch_archive import read_tensor
 from reshard.index.dtypes import ITEM_BYTES
 

@@ -160,9 +160,32 @@ def test_nothing_that_is_known(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFound, match=r"notes\.txt: no checkpoint .* begins with b'hello wo'; known are"):
         open_checkpoint(tmp_path / "notes.txt")
-    save_dcp(tmp_path / "inner")
-    with pytest.raises(CheckpointNotFound, match=r"found inner, notes\.txt; name one of the checkpoints in it: inner"):
+
+
+def test_the_only_checkpoint_below_is_entered(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "run" / "checkpoints" / "inner")
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("hello world")
+    assert_is(tmp_path, "dcp", tmp_path / "run" / "checkpoints" / "inner")
+    save_dcp(tmp_path / "run" / "other")
+    with pytest.raises(UsageError, match=r"several checkpoints: found checkpoints/inner, other; name one"):
         open_checkpoint(tmp_path)
+
+
+def test_what_a_trainer_says_is_the_latest(tmp_path: Path) -> None:
+    for step in (3, 10):
+        save_dcp(tmp_path / f"global_step{step}", step)
+    with pytest.raises(UsageError, match="several checkpoints"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("global_step3\n")
+    assert_is(tmp_path, "dcp", tmp_path / "global_step3", 3)
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(CheckpointNotFound, match="latest: names a checkpoint that is not there: global_step7"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "latest").rename(tmp_path / "latest_checkpointed_iteration.txt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "global_step3").rename(tmp_path / "iter_0000003")
+    assert_is(tmp_path, "dcp", tmp_path / "iter_0000003", 3)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -187,7 +210,7 @@ def test_further_folders_are_for_dcp(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "a", also=[tmp_path / "b"]) as checkpoint:
         assert checkpoint.read("w").tolist() == [1.0] * 3
     save_file({"w": torch.ones(3)}, tmp_path / "file")
-    with pytest.raises(UsageError, match="only a DCP checkpoint lies in several folders"):
+    with pytest.raises(UsageError, match="lies in one place, not in several folders"):
         open_checkpoint(tmp_path / "file", also=[tmp_path])
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.torch_archive import read_directory
-from reshard.formats.torch_file import NAME as TORCH_FILE
 from reshard.index.dtypes import FLOATS
 from reshard.index.index import Int
 from reshard.storage.crc32 import crc32
@@ -114,7 +113,7 @@ class _Reading:
 
     def _judge(self, part: Part, read: _Reader, layouts: Layouts) -> list[Fault]:
         if not part.is_archive:
-            if self._checkpoint.format != TORCH_FILE:
+            if not self._checkpoint.holds_archives:
                 with self._lock:
                     self.content.pieces += 1
                     self.content.without_checksums += part.crc is None

@@ -138,7 +138,10 @@ class _Files:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> _Files:
-        short = {fault.file: fault for fault in file_faults(checkpoint.index, checkpoint.files.paths)}
+        short = {
+            fault.file: fault
+            for fault in file_faults(checkpoint.index, checkpoint.files.paths, checkpoint.files.in_memory)
+        }
         missing = [number for number, fault in short.items() if fault.found_bytes is None]
         hint = one_save.absent_hint(checkpoint, missing)
         faults = [_file_fault(fault, hint) for fault in short.values()]

@@ -11,7 +11,6 @@ import numpy as np
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.torch_archive import Record, read_directory
-from reshard.formats.torch_file import NAME as TORCH_FILE
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.index import ARCHIVE, Int
 from reshard.verify.check.finite import NotFinite
@@ -72,7 +71,8 @@ class Parts:
         in_archive = payloads.record_start_bytes[rows] >= 0
         start = np.where(in_archive, payloads.record_start_bytes[rows], payloads.start_bytes[rows])
         length = np.where(in_archive, payloads.record_bytes[rows], elements * widths[index.owner[rows]])
-        self._is_archive = in_archive & (index.packing == ARCHIVE)
+        # A chunk that is a container of its own begins before its record; others lie within one that several share.
+        self._is_archive = in_archive & (payloads.record_start_bytes[rows] > index.start_bytes[rows])
         start = np.where(self._is_archive, index.start_bytes[rows], start)
         length = np.where(self._is_archive, index.length_bytes[rows], length)
         self._rows = rows
@@ -95,7 +95,7 @@ class Parts:
 
     def spans(self, content: Content, most_bytes: int) -> Iterator[list[Part]]:
         """Parts of a file that lie close together, up to so many bytes in all; or one large part."""
-        parts = self._records(content) if self._checkpoint.format == TORCH_FILE else self._parts()
+        parts = self._records(content) if self._checkpoint.holds_archives else self._parts()
         span: list[Part] = []
         for part in parts:
             if span and (
@@ -129,7 +129,10 @@ class Parts:
         names, owner = self._checkpoint.index.names, self._checkpoint.index.owner
         if number < len(self._rows):
             row = int(self._rows[number])
-            return Part(file, start, length, names[int(owner[row])], bool(self._is_archive[number]), (row,))
+            is_archive = bool(self._is_archive[number])
+            stated = int(self._checkpoint.payloads.crc[row])
+            crc = stated if stated >= 0 and not is_archive else None
+            return Part(file, start, length, names[int(owner[row])], is_archive, (row,), crc)
         number -= len(self._rows)
         if number < len(self._objects):
             return Part(file, start, length, self._objects[number][0], True)
@@ -144,6 +147,8 @@ class Parts:
             place = int(checkpoint.index.file[row]), int(checkpoint.payloads.record_start_bytes[row])
             rows_at.setdefault(place, []).append(row)
         for file, path in enumerate(checkpoint.files.paths):
+            if file in checkpoint.files.in_memory:
+                continue
             try:
                 records = _directory(checkpoint, file)
             except ReshardError as error:

@@ -162,7 +162,7 @@ def describe(path: Path, also: Sequence[Path] = ()) -> Description:
     checkpoint = open_checkpoint(place, also)
     index, manifest = checkpoint.index, checkpoint.manifest
     kinds = _kinds(index)
-    broken = list(file_faults(index, checkpoint.files.paths))
+    broken = list(file_faults(index, checkpoint.files.paths, checkpoint.files.in_memory))
     absent = {fault.file for fault in broken if fault.found_bytes is None}
     state = optimizer_state(checkpoint)
     ranks, ranks_from = _ranks(checkpoint)
@@ -254,7 +254,7 @@ def _repeated_bytes(index: Index) -> int:
 def _disk_bytes(checkpoint: Checkpoint, absent: set[int]) -> int:
     total = 0
     for number, path in enumerate(checkpoint.files.paths):
-        if number not in absent:
+        if number not in absent and number not in checkpoint.files.in_memory:
             with storage_errors("look at", path):
                 total += path.stat().st_size if path.exists() else 0
     return total
