@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from reshard.rewrite.convert import convert
     from reshard.train.accumulate import StepResult, accumulate
     from reshard.train.checkpointer import Checkpointer
+    from reshard.train.describe_flat import describe_flat
     from reshard.train.exact import exact
     from reshard.train.export import export_weights
     from reshard.train.norm import clip_grad_norm_
@@ -50,6 +51,7 @@ _HOMES = {
     "accumulate": "reshard.train.accumulate",
     "clip_grad_norm_": "reshard.train.norm",
     "convert": "reshard.rewrite.convert",
+    "describe_flat": "reshard.train.describe_flat",
     "exact": "reshard.train.exact",
     "export_weights": "reshard.train.export",
     "load_state": "reshard.train.resume.load",
@@ -75,6 +77,7 @@ __all__ = [
     "clip_grad_norm_",
     "convert",
     "dcp",
+    "describe_flat",
     "exact",
     "export_weights",
     "load_state",

@@ -31,6 +31,7 @@ INSPECT = "reshard inspect runs/quickstart/broken/checkpoints"
 OFFLINE = "reshard offline runs/quickstart/broken/checkpoints runs/quickstart/for-8/step-60 --world-size 8"
 CHECK = "reshard check --deep runs/quickstart/for-8"
 DIFF = "reshard diff runs/quickstart/broken/checkpoints runs/quickstart/for-8"
+CONVERT = [line for line in COMMAND.findall(README) if line.startswith("reshard convert ")]
 COMPARE = (
     "reshard compare-traces runs/quickstart/straight/trace.jsonl runs/quickstart/broken/trace.jsonl --plot loss.png"
 )
@@ -71,7 +72,9 @@ def test_no_command_goes_untested() -> None:
         CHECK,
         DIFF,
         COMPARE,
+        *CONVERT,
     }
+    assert len(CONVERT) == 3
     assert TEST in (ROOT / ".ci" / "run").read_text()
 
 
@@ -103,6 +106,17 @@ def test_the_quickstart_and_the_comparison(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert shown[-1] in result.stdout
     assert (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("command", CONVERT, ids=["verl", "deepspeed", "fsdp1"])
+def test_rescues_print_what_the_readme_shows(tmp_path: Path, command: str) -> None:
+    result = run(command.replace("runs/", f"{tmp_path}/"))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    printed = result.stdout.replace(f"{tmp_path}/", "runs/")
+    assert settled(printed) == settled(block_after(f"output of: {command}")), printed
+    (made,) = tmp_path.iterdir()
+    assert main(["check", "--deep", str(made)]) == 0
 
 
 def test_batch_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,10 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "paths", nargs="+", metavar="SRC... DST", type=Path,
         help="the checkpoint, further folders with files of it (disks of other nodes), and last what to make",
     )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="source_format", default="auto", metavar="FORMAT",
+        help="refuse any other format than this one, as inspect calls it (default: auto)",
+    )  # fmt: skip
     parser.add_argument("--to", default="dcp", choices=["dcp", "safetensors", "torch"], help="(default: dcp)")
     world = parser.add_mutually_exclusive_group()
     world.add_argument("--world-size", type=count, metavar="M", help="ranks to shard for (default: a file per 5 GB)")
@@ -98,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.json:
             print_json({**fields, **summary_fields(summary)})
         else:
-            print_text(f"{checkpoint.format}: {_held(prepared.manifest)}\n{describe_summary(summary)}")
+            print_text(f"{checkpoint.format}: {_held(checkpoint.manifest)}\n{describe_summary(summary)}")
     return 0
 
 
@@ -107,6 +111,7 @@ def _wanted(args: argparse.Namespace, destination: Path) -> Conversion:
     from reshard.rewrite.run import FILE_SUFFIXES
 
     return Conversion(
+        source_format=args.source_format,
         to=args.to,
         mesh=mesh_of(args),
         only=args.only,

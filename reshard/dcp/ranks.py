@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from reshard.dcp import messages
+from reshard.dcp.messages import broadcast, collect, hand_out, largest
 from reshard.environment import control_timeout_s
 from reshard.errors import ReshardError, StorageError
 
@@ -108,14 +108,14 @@ class Ranks:
         if self.size == 1:
             return value
         with self.contact():
-            return messages.broadcast(value, self.group)
+            return broadcast(value, self.group)
 
     def collect(self, value: T) -> list[T] | None:
         """Everybody's value, in rank order, on rank 0; None on the others."""
         if self.size == 1:
             return [value]
         with self.contact():
-            return messages.collect(value, self.group)
+            return collect(value, self.group)
 
     def hand_out(self, values: Sequence[T] | None) -> T:
         """To each rank its own of the values, one a rank, that rank 0 gives; the others give None."""
@@ -123,7 +123,7 @@ class Ranks:
             assert values is not None
             return values[0]
         with self.contact():
-            return messages.hand_out(values, self.group)
+            return hand_out(values, self.group)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers (float64, the same count on each rank), in rank order."""
@@ -139,17 +139,17 @@ class Ranks:
         """The largest over all ranks of each number (float64, the same count on each rank)."""
         if self.size == 1:
             return list(numbers)
-        largest = torch.tensor(numbers, dtype=torch.float64)
+        box = torch.tensor(numbers, dtype=torch.float64)
         with self.contact():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.step_group)
-        return largest.tolist()
+            dist.all_reduce(box, dist.ReduceOp.MAX, group=self.step_group)
+        return box.tolist()
 
     def is_any(self, value: bool) -> bool:
         """Whether it is so on any rank."""
         if self.size == 1:
             return value
         with self.contact():
-            return messages.largest(int(value), self.group) > 0
+            return largest(int(value), self.group) > 0
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -37,14 +37,15 @@ from __future__ import annotations
 import gc
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import unpickle
+from reshard.formats.sharded_classes import unknown
 from reshard.formats.unpickle import StandIn
 from reshard.index.dtypes import ITEM_BYTES, REFUSED
 from reshard.index.index import ARCHIVE, Index, IndexBuilder, Place
@@ -61,12 +62,14 @@ class DcpMetadata:
         paths: flat key -> path in the nested state; empty where the stock planner did not record it.
         transforms: stream transforms that the bytes went through; where there are any, a byte range is not an archive.
         version: of the metadata, as torch records it since 2.7.
+        others: attributes of another tool's metadata that torch's has not.
     """
 
     index: Index
     paths: dict[str, tuple[str | int, ...]]
     transforms: frozenset[str] = frozenset()
     version: str | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(folder: str | os.PathLike[str]) -> DcpMetadata:
@@ -80,16 +83,22 @@ def read(folder: str | os.PathLike[str]) -> DcpMetadata:
     return read_file(Path(folder) / FILE_NAME)
 
 
-def read_file(path: str | os.PathLike[str]) -> DcpMetadata:
-    """As ``read``, for a metadata file of any name, such as the ``__<rank>.metadata`` of a save without collectives."""
+def read_file(path: str | os.PathLike[str], of: str | None = None) -> DcpMetadata:
+    """As ``read``, for a metadata file of any name, such as the ``__<rank>.metadata`` of a save without collectives.
+
+    Args:
+        of: the module of another tool that has a Metadata and a _StorageInfo of its own. There may be objects of more
+            classes, for which something inert stands.
+    """
     with _without_garbage_collection():
-        return _read_file(Path(path))
+        return _read_file(Path(path), of)
 
 
-def _read_file(path: Path) -> DcpMetadata:
+def _read_file(path: Path, of: str | None) -> DcpMetadata:
+    allowed = _ALLOWED if of is None else {**_ALLOWED, (of, "Metadata"): _Metadata, (of, "_StorageInfo"): _StorageInfo}
     try:
         with path.open("rb") as file:
-            root = unpickle.read(file, _ALLOWED, path=path)
+            root = unpickle.read(file, allowed, path=path, unknown=None if of is None else unknown)
     except (FileNotFoundError, NotADirectoryError):
         hint = "the save was not finished, or the files of rank 0 are on another machine's disk"
         if any(path.parent.glob("__*.metadata")):
@@ -101,7 +110,7 @@ def _read_file(path: Path) -> DcpMetadata:
     except OSError as error:
         raise StorageError("cannot be read", path=path, found=error) from error
     try:
-        return _contents(root, path)
+        return _contents(root, path, keeps_others=of is not None)
     except (_Contradiction, AttributeError) as error:
         # A stand-in has just the attributes that the file gave it.
         raise CheckpointUnsound(f"not the metadata of a checkpoint ({error})", path=path) from error
@@ -160,6 +169,7 @@ def _member(enum: object, name: object) -> object:
 
 
 _DTYPES = frozenset(ITEM_BYTES) | REFUSED
+_ATTRIBUTES = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
 _DCP = "torch.distributed.checkpoint"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
@@ -210,7 +220,7 @@ class _Storage:
         return file, start, length
 
 
-def _contents(root: object, path: Path) -> DcpMetadata:
+def _contents(root: object, path: Path, keeps_others: bool = False) -> DcpMetadata:
     metadata = _expect(root, _Metadata)
     builder = IndexBuilder(path.parent, ARCHIVE)
     storage = _storage(_expect(metadata.storage_data, dict), builder)
@@ -238,8 +248,13 @@ def _contents(root: object, path: Path) -> DcpMetadata:
         )
     paths = _paths(getattr(metadata, "planner_data", None))
     version = getattr(metadata, "version", None)
+    others = {name: value for name, value in vars(metadata).items() if keeps_others and name not in _ATTRIBUTES}
     return DcpMetadata(
-        builder.build(), paths, frozenset(storage.transforms), version if isinstance(version, str) else None
+        builder.build(),
+        paths,
+        frozenset(storage.transforms),
+        version if isinstance(version, str) else None,
+        others,
     )
 
 

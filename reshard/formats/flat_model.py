@@ -76,12 +76,13 @@ def read_flat_model(assembly: Assembly, states: Sequence[RankState], hints: Hint
         flats = tuple(Flat(key, (Lying(key, (numel,), 0, numel),), numel) for key, numel in numels.items())
         return FlatModel(names, flats, parts, False, is_described=False)
     units = _units(assembly, list(numels), hints)
+    has_pieces = not {name for unit in units.values() for name in unit.fqns}.isdisjoint(names.values())
     widths = {key: ITEM_BYTES[value.dtype or "float32"] for tensors in held for key, value in tensors.items()}
     flats = tuple(
-        laid_out(units[key], key, assembly.folder, numel, parts.count, widths[key]) for key, numel in numels.items()
+        laid_out(units[key], key, assembly.folder, numel, (widths[key], parts.count) if has_pieces else None)
+        for key, numel in numels.items()
     )
-    fqns = {lying.name for flat in flats for lying in flat.parameters}
-    return FlatModel(names, flats, parts, not fqns.isdisjoint(names.values()))
+    return FlatModel(names, flats, parts, has_pieces)
 
 
 def add_flat_model(assembly: Assembly, states: Sequence[RankState], model: FlatModel) -> dict[str, str]:

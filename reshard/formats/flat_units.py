@@ -88,14 +88,14 @@ class Parts:
 
 
 def laid_out(
-    unit: FlatUnit, key: str, path: Path, numel: int | None = None, parts: int = 1, item_bytes: int = 4
+    unit: FlatUnit, key: str, path: Path, numel: int | None = None, aligned: tuple[int, int] | None = None
 ) -> Flat:
     """A unit's flat parameter as a layout describes it.
 
     Args:
         numel: elements that it has; None where no file says.
-        parts: into which it is cut. A layout that has only shapes may leave out alignment, which is then worked out.
-        item_bytes: of an element in the files.
+        aligned: under use_orig_params=True, the bytes of an element and how many parts there are; a layout that has
+            only shapes may leave out the gaps, which are then worked out. Anywhere else that would hide wrong shapes.
 
     Raises:
         UsageError: the layout describes more or fewer elements.
@@ -103,11 +103,8 @@ def laid_out(
     entries = list(zip(unit.entry_numels, unit.is_padding, strict=True))
     described = sum(unit.entry_numels)
     if numel is not None and described != numel:
-        # Alignment counts elements as wide as mixed precision makes them for a forward pass, which no file tells.
-        widths = [width for width in (1, 2, 4, 8) if width <= item_bytes]
-        fitting = {_aligned(unit.entry_numels, 16 // width, parts) for width in widths}
-        fitting = {found for found in fitting if sum(count for count, _ in found) == numel}
-        if len(fitting) != 1 or any(unit.is_padding):
+        fitting = set() if aligned is None or any(unit.is_padding) else _aligned(unit.entry_numels, numel, *aligned)
+        if len(fitting) != 1:
             raise UsageError(
                 "a layout that does not fit the flat parameter",
                 path=path,
@@ -126,18 +123,23 @@ def laid_out(
     return Flat(key, tuple(parameters), begin, unit.shared, unit.is_trainable)
 
 
-def _aligned(numels: Sequence[int], multiple: int, parts: int) -> tuple[tuple[int, bool], ...]:
-    """Entries as ``use_orig_params=True`` lays them, each with whether it is padding."""
-    entries: list[tuple[int, bool]] = []
-    begin = 0
-    for count in numels:
-        if gap := -begin % multiple:
+def _aligned(numels: Sequence[int], total: int, item_bytes: int, parts: int) -> set[tuple[tuple[int, bool], ...]]:
+    """Entries as ``use_orig_params=True`` may lay them, each with whether it is padding."""
+    fitting = set()
+    # Alignment counts elements as wide as mixed precision makes them for a forward pass, which no file tells.
+    for width in (1, 2, 4, 8):
+        entries: list[tuple[int, bool]] = []
+        begin = 0
+        for count in numels:
+            if gap := -begin % (16 // width):
+                entries.append((gap, True))
+            entries.append((count, False))
+            begin += gap + count
+        if gap := -begin % parts:
             entries.append((gap, True))
-        entries.append((count, False))
-        begin += gap + count
-    if gap := -begin % parts:
-        entries.append((gap, True))
-    return tuple(entries)
+        if width <= item_bytes and begin + gap == total:
+            fitting.add(tuple(entries))
+    return fitting
 
 
 def parts_of(held: Sequence[Mapping[str, Held]], path: Path) -> Parts:

@@ -33,6 +33,7 @@ from reshard.formats.sharded_classes import Held
 from reshard.index.names import canonical_names
 
 NAME = "fsdp-ranks"
+_EXPECTED = "torch.distributed."
 _STEP_IN_NAME = re.compile(r"(?:global_?step|step|iter)[_-]?(\d+)", re.IGNORECASE)
 
 
@@ -54,7 +55,7 @@ def open_ranks(folder: Path, sets: Sequence[RankSet], hints: Hints) -> Checkpoin
 
 
 def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence[RankFile], hints: Hints) -> Checkpoint:
-    if unknown := sorted({name for source in opened for name in source.unknown if not name.startswith("torch.")}):
+    if unknown := sorted({name for source in opened for name in source.unknown if not name.startswith(_EXPECTED)}):
         assembly.notes.append(f"classes that are not needed were not loaded: {', '.join(unknown)}")
     flat = flat_model.read_flat_model(assembly, states, hints) if flat_model.is_flat(states) else None
     names = _model(assembly, states) if flat is None else flat_model.add_flat_model(assembly, states, flat)

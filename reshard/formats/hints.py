@@ -87,7 +87,7 @@ def read_layout(path: Path) -> dict[str, FlatUnit]:
     """
     content = _json(path)
     try:
-        units = [_unit(unit) for unit in content["units"]]
+        units = [flat_unit(unit) for unit in content["units"]]
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             "not a layout of flat parameters",
@@ -98,7 +98,12 @@ def read_layout(path: Path) -> dict[str, FlatUnit]:
     return {unit.name: unit for unit in units}
 
 
-def _unit(unit: Any) -> FlatUnit:
+def flat_unit(unit: Any) -> FlatUnit:
+    """One unit of a layout.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not what it should be.
+    """
     name = ".".join(canonical_names([unit["unit"]]).values()) if unit["unit"] else ""
     prefix = f"{name}." if name else ""
     fqns = tuple(prefix + fqn for fqn in canonical_names(unit["fqns"]).values())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, UsageError
 from reshard.formats import (
     accelerate,
+    bytecheckpoint,
     dcp,
     dcp_metadata,
     dcp_ranks,
@@ -73,7 +74,7 @@ def identify(path: Path) -> Found:
     if stat.S_ISDIR(mode):
         return _identify_folder(path)
     if _is_of_dcp(path.name):
-        return Found(dcp.NAME, path.parent)
+        return _identify_folder(path.parent)
     if safetensors_file.is_shard(path.name):
         return Found(safetensors_file.NAME, path.parent)
     if path.name.endswith(safetensors_file.INDEX_SUFFIX):
@@ -99,6 +100,8 @@ def _identify_folder(folder: Path, is_step: bool = False, level: int = 0) -> Fou
         names = sorted(entry.name for entry in folder.iterdir())
     if megatron.is_megatron(names):
         return Found(megatron.NAME, folder)
+    if bytecheckpoint.is_bytecheckpoint(folder, names):
+        return Found(bytecheckpoint.NAME, folder)
     if any(map(_is_of_dcp, names)):
         return Found(dcp.NAME, folder)
     if accelerate.is_accelerate(names):
@@ -152,6 +155,9 @@ def _below(folder: Path, names: Sequence[str], level: int) -> Found:
     if inside:
         places = [str(found.path.relative_to(folder)) for found in inside]
         raise UsageError("several checkpoints", path=folder, found=_listed(places), hint="name one of them")
+    for path in (folder / name for name in names if level == 0):
+        if stat.S_ISREG(_mode(path) or 0) and (head := _head(path)) and (reason := missing_data(head)) is not None:
+            raise CheckpointUnsound(reason, path=path)
     what = "no checkpoint of a known format" if names else "an empty folder"
     raise CheckpointNotFound(what, path=folder, found=_listed(names) if names else None, hint=_KNOWN)
 

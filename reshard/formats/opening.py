@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reshard.errors import UsageError
-from reshard.formats import accelerate, dcp, deepspeed, megatron, per_rank, safetensors_file, torch_file
+from reshard.formats import accelerate, bytecheckpoint, dcp, deepspeed, megatron, per_rank, safetensors_file, torch_file
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.hints import Hints
 from reshard.formats.identify import identify
@@ -41,6 +41,8 @@ def open_checkpoint(
         return PerRank(found.path, tuple(paths), found.chosen).open(hints or Hints())
     if found.format == accelerate.NAME:
         return accelerate.open_accelerate(found.path, hints or Hints())
+    if found.format == bytecheckpoint.NAME:
+        return bytecheckpoint.open_bytecheckpoint(found.path, hints or Hints())
     if found.format == deepspeed.NAME:
         return deepspeed.open_deepspeed(found.path, hints or Hints())
     if found.format == megatron.NAME:

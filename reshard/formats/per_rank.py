@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import UsageError
+from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats import fairscale, fsdp_ranks
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.hints import Hints
@@ -39,17 +39,20 @@ class PerRank:
         """
         sets = _meant(rank_sets(self.paths), self.chosen)
         require_complete(sets, self.folder)
-        is_of_fairscale = [fairscale.is_fairscale(_root(found)) for found in sets]
+        is_of_fairscale = [_is_of_fairscale(found) for found in sets]
         if any(is_of_fairscale):
             own = [found for found, is_own in zip(sets, is_of_fairscale, strict=True) if is_own]
             return fairscale.open_fairscale(self.folder, own, hints)
         return fsdp_ranks.open_ranks(self.folder, sets, hints)
 
 
-def _root(found: RankSet) -> object:
-    """What the file of the first rank holds."""
+def _is_of_fairscale(found: RankSet) -> bool:
+    """By what the file of the first rank holds; one that is damaged is for the reader to name, with all others."""
     with SourceFiles([found.files[min(found.files)]]) as files:
-        return open_rank_file(files, 0).root
+        try:
+            return fairscale.is_fairscale(open_rank_file(files, 0).root)
+        except CheckpointUnsound:
+            return False
 
 
 def _meant(sets: Sequence[RankSet], chosen: Path | None) -> list[RankSet]:

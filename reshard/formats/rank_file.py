@@ -16,7 +16,7 @@ from typing import Any
 from reshard.errors import CheckpointUnsound
 from reshard.formats import unpickle
 from reshard.formats.plain_values import VALUE_CLASSES
-from reshard.formats.sharded_classes import SHARDED_CLASSES, Unknown, unknown
+from reshard.formats.sharded_classes import SHARDED_CLASSES, Unknown, is_possible, unknown
 from reshard.formats.torch_archive import ArchivedTensor, Record, Stored, locate, persistent_storage
 from reshard.formats.torch_file import archive_records
 from reshard.storage.byte_ranges import SourceFiles
@@ -45,9 +45,11 @@ class RankFile:
         """Where a tensor lies in the file.
 
         Raises:
-            CheckpointUnsound: its storage is missing or too short.
+            CheckpointUnsound: its storage is missing or too short, or no tensor has its shape.
         """
         try:
+            if not is_possible(tensor.shape):
+                raise CheckpointUnsound("no tensor has this shape", found=f"{tensor.shape}"[:200])
             return locate(tensor, self.records)
         except CheckpointUnsound as error:
             error.path, error.key = str(self.path), key

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import CheckpointUnsound, UsageError
+from reshard.formats.torch_file import HEAD_BYTES, looks_like_archive, looks_old
 from reshard.formats.unpickle import missing_data
+from reshard.geometry.mesh import MOST_RANKS
 from reshard.storage.durable import storage_errors
 
 _RANK = re.compile(r"(?P<word>rank|shard)(?P<separator>[_\-.]?)(?P<number>\d+)(?=$|[_\-.])", re.IGNORECASE)
@@ -46,16 +48,20 @@ def rank_of(name: str) -> tuple[str, int] | None:
 
 
 def rank_sets(paths: Iterable[Path]) -> list[RankSet]:
-    """The sets among some files, by kind; files whose names have no rank are left out.
+    """The sets among some files, by kind; files whose names have no rank, and those of other tools, are left out.
 
     Raises:
         UsageError: two files, in several folders, are of one kind and rank.
+        StorageError: the file system failed to read one.
     """
+    named = {path: found for path in paths if not path.name.startswith(".") and (found := rank_of(path.name))}
+    saved = {path for path in named if _is_saved(path)}
+    endings = {path.suffix for path in saved}
     kinds: dict[str, dict[int, Path]] = {}
-    for path in paths:
-        if (found := rank_of(path.name)) is None:
+    for path, (kind, rank) in named.items():
+        # A damaged one is told by its name, not taken for the file of another tool.
+        if path not in saved and path.suffix not in endings:
             continue
-        kind, rank = found
         files = kinds.setdefault(kind, {})
         if rank in files:
             raise UsageError(
@@ -77,7 +83,7 @@ def require_complete(sets: Sequence[RankSet], folder: Path) -> int:
     """The number of ranks; passes where every set has a file with something in it of each.
 
     Raises:
-        UsageError: there are sets of several worlds.
+        UsageError: there are sets of several worlds, or of one that no job has.
         CheckpointUnsound: ranks are missing or their files empty; all are listed.
     """
     worlds = {found.ranks for found in sets if found.ranks is not None}
@@ -89,6 +95,8 @@ def require_complete(sets: Sequence[RankSet], folder: Path) -> int:
             hint="name one of the files of the one that you want",
         )
     ranks = worlds.pop() if worlds else 1 + max(max(found.files) for found in sets)
+    if ranks > MOST_RANKS:
+        raise UsageError("more ranks than any job has", path=folder, expected=f"at most {MOST_RANKS}", found=ranks)
     faults = []
     for found in sets:
         if missing := [rank for rank in range(ranks) if rank not in found.files]:
@@ -108,9 +116,19 @@ def require_complete(sets: Sequence[RankSet], folder: Path) -> int:
     return ranks
 
 
+def _is_saved(path: Path) -> bool:
+    head = _head(path)
+    # What a Git LFS pointer stands for is not known: better to ask for it than to leave it out.
+    return looks_like_archive(head) or looks_old(head) or (head != b"" and missing_data(head) is not None)
+
+
 def _fault(path: Path) -> str | None:
+    return missing_data(_head(path))
+
+
+def _head(path: Path) -> bytes:
     with storage_errors("read", path), path.open("rb") as file:
-        return missing_data(file.read(100))
+        return file.read(HEAD_BYTES)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -66,7 +66,7 @@ def rank_state(rank: int, files: Iterable[RankFile]) -> RankState:
     """Sorts out what a rank's files hold.
 
     Raises:
-        CheckpointUnsound: two files have the same part.
+        CheckpointUnsound: two files have the same part, or an optimizer is not as torch gives it.
     """
     state = RankState(rank)
     for source in files:
@@ -98,7 +98,26 @@ def _under(content: dict[Any, Any], keys: Iterable[str], fits: Any) -> str | Non
     return next((key for key in keys if key in content and fits(content[key])), None)
 
 
+def _is_by_id(optimizer: dict[Any, Any]) -> bool:
+    """Whether the entries of the state are dicts by id or name, and the groups list these."""
+    groups, state = optimizer["param_groups"], optimizer["state"]
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return False
+    listed = [group.get("params") for group in groups]
+    if not all(isinstance(ids, list) for ids in listed) or not all(isinstance(slots, dict) for slots in state.values()):
+        return False
+    return {type(number) for ids in (state, *listed) for number in ids} in (set(), {int}, {str})
+
+
 def _set(state: RankState, part: str, content: dict[Any, Any], source: RankFile) -> None:
+    if part == "optimizer" and not _is_by_id(content):
+        raise CheckpointUnsound(
+            "an optimizer's state that is not as torch gives it",
+            path=source.path,
+            rank=state.rank,
+            expected="entries by id or by name, and groups that list these",
+            hint="save optimizer.state_dict() as it is",
+        )
     if (known := getattr(state, part)) is not None:
         raise CheckpointUnsound(
             f"two files of a rank hold {'a model' if part == 'model' else 'an optimizer'}",

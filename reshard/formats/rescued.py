@@ -77,24 +77,26 @@ def add_rng(assembly: Assembly, rank: int, states: Mapping[str, Any], source: Ra
             if known is not None:
                 assembly.add_tensor(f"rng.rank_{rank}.{known}", value, source)
             continue
-        try:
-            content = plain(value, Budget(_MOST_ENTRIES), 0)
-        except NotPlain:
+        known, of_value = _RNG_OF.get(name, (None, None))
+        if of_value is None:
             continue
-        if name in ("random", "python") and isinstance(content, tuple) and len(content) == 3:
-            version, internal, gauss = content
-            _add_text(assembly, f"rng.rank_{rank}.python", [version, list(internal), gauss])
-        elif name == "numpy" and isinstance(content, tuple) and len(content) == 5:
-            kind, keys, position, has_gauss, cached = content
-            _add_text(
-                assembly, f"rng.rank_{rank}.numpy",
-                [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-            )  # fmt: skip
+        try:
+            content = json.dumps(of_value(*plain(value, Budget(_MOST_ENTRIES), 0))).encode()
+        except (NotPlain, TypeError, ValueError, OverflowError):
+            # Whatever has this name is not what the generator gives.
+            continue
+        assembly.add_made(f"rng.rank_{rank}.{known}", "uint8", (len(content),), content)
 
 
-def _add_text(assembly: Assembly, key: str, content: object) -> None:
-    encoded = json.dumps(content).encode()
-    assembly.add_made(key, "uint8", (len(encoded),), encoded)
+def _python_rng(version: Any, internal: Any, gauss: Any) -> list[Any]:
+    return [version, list(internal), gauss]
+
+
+def _numpy_rng(kind: Any, keys: Any, position: Any, has_gauss: Any, cached: Any) -> list[Any]:
+    return [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)]
+
+
+_RNG_OF = {"random": ("python", _python_rng), "python": ("python", _python_rng), "numpy": ("numpy", _numpy_rng)}
 
 
 def number_of(value: Stored, source: RankFile, assembly: Assembly, key: str) -> float:
@@ -153,7 +155,8 @@ def manifest_at(
         scaler=None,
         rng={"ranks": rng_ranks} if rng_ranks else None,
         extra=others,
-        optimizers={},
+        # By the name that a run with one optimizer gives it; the class is in no file.
+        optimizers={"optimizer": {"groups": list(range(len(lr)))}} if "optimizer" in parts else {},
         versions=dict(versions or {}),
         saved_at=datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc).isoformat(
             timespec="seconds"

@@ -95,7 +95,7 @@ class _Replicate(Unknown):
 
 
 class _Partial(Unknown):
-    pass
+    class_name = "Partial"
 
 
 def _wrapper_subclass(*arguments: Any) -> tuple[Any, ...]:
@@ -120,33 +120,40 @@ def _held_of_dtensor(arguments: Any, state: Any) -> Held:
     _, dtype, shape, *_ = arguments
     state = next(part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict))
     local, spec = state["_local_tensor"], state["_spec"]
+    shape = _shape(shape)
+    dtype = dtype if isinstance(dtype, str) else None
     if isinstance(local, Held):
-        return local._replace(fault="sharded twice")
-    shape = _counts(shape)
-    mesh = _Mesh.of(spec.mesh)
-    offsets, fault = [0] * len(shape), None
-    for placement in spec.placements:
-        if not isinstance(placement, (_Shard, _Replicate)):
-            fault = f"a placement {getattr(placement, 'class_name', placement)}, of which no rank has the values"
+        return Held(dtype, shape, (), fault="sharded twice")
+    if not isinstance(local, Stored):
+        raise TypeError(f"a DTensor whose local part is a {type(local).__name__}")
+    offsets, fault = _place(shape, local.shape, _Mesh.of(spec.mesh), spec.placements)
+    boxes = ((offsets, local),) if 0 not in local.shape or 0 in shape else ()
+    return Held(dtype or local.dtype, shape, boxes, fault=fault)
+
+
+def _place(
+    shape: tuple[int, ...], held: tuple[int, ...], mesh: _Mesh, placements: Sequence[Any]
+) -> tuple[tuple[int, ...], str | None]:
+    """Where the elements that a rank holds begin; or why that is not known."""
+    offsets, sizes = [0] * len(shape), list(shape)
     by_dim: dict[int, list[Cut]] = {}
-    if fault is None and mesh.coordinate is None:
-        fault = "no record of where this rank sits in the mesh"
-    elif fault is None:
-        for parts, part, placement in zip(mesh.shape, mesh.coordinate or (), spec.placements, strict=True):
-            if isinstance(placement, _Shard):
-                by_dim.setdefault(placement.dim % len(shape), []).append(
-                    Cut(parts, part, getattr(placement, "split_factor", 1))
-                )
+    for placement in placements:
+        if not isinstance(placement, (_Shard, _Replicate)):
+            name = getattr(placement, "class_name", placement)
+            return tuple(offsets), f"a placement {name}, of which no rank has the values"
+    if mesh.coordinate is None:
+        # A rank outside the mesh holds nothing.
+        return tuple(offsets), None if 0 in held else "no record of where this rank sits in the mesh"
+    for parts, part, placement in zip(mesh.shape, mesh.coordinate, placements, strict=True):
+        if isinstance(placement, _Shard):
+            cut = Cut(parts, part, getattr(placement, "split_factor", 1))
+            by_dim.setdefault(placement.dim % len(shape), []).append(cut)
     for dim, cuts in by_dim.items():
-        rows = rows_after(shape[dim], cuts)
-        if rows is None:
-            fault = f"a placement of dim {dim} that gives this rank rows which do not follow one another"
-        elif rows[1] != local.shape[dim]:
-            fault = f"{local.shape[dim]} rows of dim {dim}, where its placements give this rank {rows[1]}"
-        else:
-            offsets[dim] = rows[0]
-    boxes = ((tuple(offsets), local),) if math.prod(local.shape) or 0 in shape else ()
-    return Held(dtype if isinstance(dtype, str) else local.dtype, shape, boxes, fault=fault)
+        if (rows := rows_after(shape[dim], cuts)) is None:
+            return tuple(offsets), f"a placement of dim {dim} with rows which do not follow one another"
+        offsets[dim], sizes[dim] = rows
+    fits = held == tuple(sizes) or (0 in held and 0 in sizes)
+    return tuple(offsets), None if fits else f"a part of {held}, where its placements give this rank {tuple(sizes)}"
 
 
 class _Mesh(NamedTuple):
@@ -168,12 +175,16 @@ class _Mesh(NamedTuple):
 def _held_of_sharded_tensor(arguments: Any, state: Any) -> Held:
     _, dtype, *_ = arguments
     shards, metadata, *_ = state
+    shape = _shape(metadata.size)
     boxes = tuple((_counts(shard.metadata.shard_offsets), shard.tensor) for shard in shards)
+    for offsets, part in boxes:
+        if not isinstance(part, Stored) or not len(offsets) == len(part.shape) == len(shape):
+            raise TypeError(f"a shard that is no part of a tensor of {shape}")
     everybodys = tuple(
         (_counts(part.shard_offsets), _counts(part.shard_sizes), getattr(part.placement, "_rank", None))
         for part in metadata.shards_metadata
     )
-    return Held(dtype if isinstance(dtype, str) else None, _counts(metadata.size), boxes, everybodys)
+    return Held(dtype if isinstance(dtype, str) else None, shape, boxes, everybodys)
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:
@@ -183,12 +194,25 @@ def _counts(values: Sequence[int]) -> tuple[int, ...]:
     return counts
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether a tensor can have it: no more dims than torch has, and a number of elements whose bytes fit 64 bits."""
+    return len(shape) <= _MOST_DIMS and math.prod(max(1, size) for size in shape) < _TOO_LARGE
+
+
+def _shape(values: Sequence[int]) -> tuple[int, ...]:
+    shape = _counts(values)
+    if not is_possible(shape):
+        raise TypeError(f"no tensor has {len(shape)} dims of {shape[:_MOST_DIMS]}")
+    return shape
+
+
 def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else (value,)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _flat(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else [number for part in value for number in _flat(part)]
+    # Nothing but tuples, which are weighed as they are built: lists of lists could unfold without end.
+    return [number for part in value for number in _flat(part)] if isinstance(value, tuple) else [*_counts((value,))]
 
 
 def _getattr(owner: Any, name: Any) -> Any:
@@ -200,6 +224,9 @@ def unknown(module: str, name: str) -> type[Unknown]:
     """A class that stands for one that nobody needs."""
     return type(name, (Unknown,), {"class_name": f"{module}.{name}"})
 
+
+_MOST_DIMS = 64
+_TOO_LARGE = 1 << 58
 
 _API = "torch.distributed._shard.sharded_tensor"
 _PLACEMENTS = {"Shard": _Shard, "_StridedShard": _StridedShard, "Replicate": _Replicate, "Partial": _Partial}
@@ -220,6 +247,8 @@ SHARDED_CLASSES: Mapping[tuple[str, str], Any] = {
         for package in ("tensor", "_tensor")
         for name, kind in _PLACEMENTS.items()
     },
+    # What the arguments of a wrapper subclass name besides.
+    **{key: unknown(*key) for key in (("torch.serialization", "_get_layout"), ("torch", "Tensor"))},
     ("builtins", "getattr"): _getattr,
     ("__builtin__", "getattr"): _getattr,
 }

@@ -48,6 +48,7 @@ class Conversion:
     """What is asked for.
 
     Attributes:
+        source_format: the only one that is meant, or ``auto``.
         to: one of `FORMATS`.
         mesh: the ranks to write DCP for; by default as many as files of `FILE_BYTES` take.
         only: ``model``, to leave out all else.
@@ -58,6 +59,7 @@ class Conversion:
         is_file: whether the destination is to be one file.
     """
 
+    source_format: str = "auto"
     to: str = "dcp"
     mesh: Mesh | None = None
     only: str | None = None
@@ -105,6 +107,11 @@ def prepare_conversion(
     optimizer = "left out" if wanted.only == "model" else "named"
     opened = open_checkpoint(sources[0], sources[1:], replace(hints or Hints(), optimizer=optimizer))
     try:
+        if wanted.source_format not in ("auto", opened.format):
+            raise UsageError(
+                "another format than was asked for", path=opened.path, key="--from", expected=wanted.source_format,
+                found=opened.format, hint="leave --from out, or name the checkpoint that is meant",
+            )  # fmt: skip
         checkpoint = with_manifest(with_training_keys(opened), _writers(opened))
         if wanted.unstack:
             checkpoint = unstacked(checkpoint, wanted.unstack)
@@ -125,6 +132,7 @@ def convert(
     src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
     *,
+    source_format: str = "auto",
     to: str = "dcp",
     world_size: int | None = None,
     only: str | None = None,
@@ -144,6 +152,7 @@ def convert(
     Args:
         src: a path, or several with parts of one checkpoint.
         dst: the folder to make; for ``safetensors`` and ``torch`` it may name a file.
+        source_format: refuse any other, as `Checkpoint.format` calls them.
         to: ``dcp``, ``safetensors`` or ``torch``.
         world_size: ranks to shard DCP for.
         weights: ``masters`` or ``stored``.
@@ -155,6 +164,7 @@ def convert(
     """
     sources = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     wanted = Conversion(
+        source_format=source_format,
         to=to,
         mesh=None if world_size is None else Mesh(world_size),
         only=only,

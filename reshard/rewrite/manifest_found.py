@@ -34,7 +34,9 @@ def with_manifest(checkpoint: Checkpoint, ranks: int) -> Checkpoint:
     if checkpoint.manifest_fault is not None or not has_optimizer or (known is not None and known.lr):
         return checkpoint
     if known is not None:
-        filled = replace(known, step=known.step or _step(checkpoint), lr=_rates(checkpoint))
+        rates = _rates(checkpoint)
+        optimizers: dict[str, Any] = {"optimizer": {"groups": list(range(len(rates)))}}
+        filled = replace(known, step=known.step or _step(checkpoint), lr=rates, optimizers=optimizers)
         return replace(checkpoint, manifest=filled)
     notes: list[str] = []
     manifest = rescued.manifest_at(

@@ -12,8 +12,8 @@ import numpy as np
 
 from reshard.engine.run import Budget
 from reshard.engine.spans import Job
-from reshard.errors import CheckpointUnsound
-from reshard.formats import dcp_metadata
+from reshard.errors import CheckpointUnsound, UsageError
+from reshard.formats import dcp_metadata, safetensors_file, torch_file
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp import NAME as DCP
 from reshard.formats.dcp_metadata_writer import metadata_bytes
@@ -30,6 +30,8 @@ from reshard.rewrite.selection import Selection, select, stored_whole
 from reshard.storage.durable import storage_errors, temporary_target
 
 DEFAULT_MEMORY_BYTES = 256 << 20
+# Formats that keep the names that were saved.
+_OWN_NAMES = (DCP, safetensors_file.NAME, torch_file.NAME)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,13 @@ def prepare(
     drop = list(drop)
     checkpoint = open_checkpoint(source, also)
     try:
+        if checkpoint.format not in _OWN_NAMES:
+            raise UsageError(
+                "files of single ranks, or of another tool",
+                path=checkpoint.path,
+                found=checkpoint.format,
+                hint="`reshard convert` gives its tensors the names that a run has",
+            )
         beside, left_behind = _beside(checkpoint, only, drop)
         selection = select(checkpoint, only, dtype, drop, [*(path.name for path in beside), *left_behind])
         budget = Budget.of(memory_bytes, processes)

@@ -116,6 +116,9 @@ def test_shapes_of_another_sum_are_refused_with_both_numbers(tmp_path: Path, las
     other = unit("", {**dict(zip(UNIT.fqns, UNIT.shapes, strict=True)), "last": last})
     with pytest.raises(UsageError, match=f"expected 25 elements, found {23 + last[1]} in"):
         converted(*of_25(tmp_path), Hints(units={"": other}))
+    # Over five ranks, 24 elements and one that makes them divisible would be 25 as well.
+    with pytest.raises(UsageError, match=f"expected 25 elements, found {23 + last[1]} in"):
+        converted(*of_25(tmp_path, 5), Hints(units={"": other}))
 
 
 def test_without_a_layout_it_is_asked_for(tmp_path: Path) -> None:
@@ -238,10 +241,10 @@ BEGINS = {"a": (0, 15), "b": (16, 21), "c": (24, 27), "d": (28, 31)}
 
 
 def test_alignment_is_worked_out_where_the_layout_has_shapes_only() -> None:
-    flat = laid_out(ALIGNED, "_flat_param", Path("x"), 32, 4)
+    flat = laid_out(ALIGNED, "_flat_param", Path("x"), 32, (4, 4))
     assert {lying.name: (lying.begin, lying.end) for lying in flat.parameters} == BEGINS
     with pytest.raises(UsageError, match="expected 33 elements, found 26"):
-        laid_out(ALIGNED, "_flat_param", Path("x"), 33, 4)
+        laid_out(ALIGNED, "_flat_param", Path("x"), 33, (4, 4))
 
 
 def with_orig_params(folder: Path) -> tuple[Assembly, list[RankState]]:

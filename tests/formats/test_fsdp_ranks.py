@@ -282,7 +282,7 @@ def test_replicas_are_one_copy(tmp_path: Path, run: Run, order: Path) -> None:
     assert_same(but_rng(converted(source, "safetensors", param_order=order)), run.expected)
     with reshard.open_checkpoint(source) as checkpoint:
         number = checkpoint.index.number["model.emb.weight"]
-        assert (checkpoint.index.tensor == number).sum() == 2
+        assert (checkpoint.index.owner == number).sum() == 2
     assert check(source, deep=True).faults == []
 
 
@@ -345,7 +345,7 @@ def test_a_partial_sum_is_refused_by_key(tmp_path: Path) -> None:
         return {"model_rank_{rank}.pt": {"fine": sharded(torch.ones(4), mesh, [Shard(0)]), "lin.w": partial}}
 
     folder = write_ranks(tmp_path / "x", 2, content)
-    with pytest.raises(CheckpointUnsound, match=r"Partial.*") as raised:
+    with pytest.raises(CheckpointUnsound, match="a placement Partial, of which no rank has the values") as raised:
         reshard.open_checkpoint(folder)
     assert (raised.value.key, Path(str(raised.value.path)).name) == ("model.lin.w", "model_rank_0.pt")
 

@@ -212,7 +212,8 @@ def _check_described(run: Run, source: Source, faults: Faults, report: LoadRepor
 
 
 def _check_recorded_lr(source: Source, saved_groups: list[dict[str, Any]], faults: Faults) -> None:
-    if source.manifest is None:
+    # What was converted from the flattened form had no groups to record.
+    if source.manifest is None or not source.manifest.lr:
         return
     stored = [lr_of(group) for group in saved_groups]
     recorded = source.manifest.lr

@@ -3,7 +3,7 @@
 This file stands alone (torch 2.0, Python 3.8 or newer): copy it to where the training code runs and call, on every
 rank, with the model wrapped as it was when it was saved::
 
-    from flat_describe import describe_flat
+    from describe_flat import describe_flat
     describe_flat(model, "layout.json")
 
 What it writes is what ``--layout`` reads::

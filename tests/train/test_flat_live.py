@@ -21,9 +21,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from reshard.formats import flat_describe
+from reshard.train import describe_flat as describing
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.flat_describe import describe_flat
+from reshard.train.describe_flat import describe_flat
 from reshard.formats.fsdp_ranks import open_ranks
 from reshard.formats.hints import Hints, read_layout
 from reshard.formats.rank_sets import rank_sets
@@ -147,7 +147,7 @@ def test_only_a_model_under_fsdp1_can_be_described() -> None:
 
 
 def test_the_description_needs_nothing_of_ours() -> None:
-    tree = ast.parse(Path(flat_describe.__file__).read_text())
+    tree = ast.parse(Path(describing.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert {name.split(".")[0] for name in imported if name} <= {
@@ -158,4 +158,4 @@ def test_the_description_needs_nothing_of_ours() -> None:
         "torch",
         "typing",
     }
-    ast.parse(Path(flat_describe.__file__).read_text(), feature_version=(3, 8))
+    ast.parse(Path(describing.__file__).read_text(), feature_version=(3, 8))
