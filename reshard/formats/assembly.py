@@ -167,8 +167,14 @@ class Assembly:
         self._objects[key] = Place(MADE_HERE, self._keep(content), len(content))
         self.paths[key] = path
 
-    def build(self, format: str, manifest: Manifest | None = None, version: str | None = None) -> Checkpoint:
-        """The checkpoint of all that was added."""
+    def build(
+        self, format: str, manifest: Manifest | None = None, version: str | None = None, holds_archives: bool = True
+    ) -> Checkpoint:
+        """The checkpoint of all that was added.
+
+        Args:
+            holds_archives: whether each file is one archive of ``torch.save``.
+        """
         builder = IndexBuilder(self.folder, RAW)
         for path in self.files.paths:
             builder.file(os.path.relpath(path, self.folder))
@@ -201,7 +207,7 @@ class Assembly:
             values=self.values,
             version=version,
             notes=tuple(self.notes),
-            holds_archives=True,
+            holds_archives=holds_archives,
         )
 
     def _tensor(self, key: str, dtype: str, shape: tuple[int, ...], path: Path) -> _Tensor:

@@ -2,7 +2,7 @@
 
 ::
 
-    model/.metadata           as of DCP (`reshard.formats.dcp_metadata`), of classes of its own, and with more attributes
+    model/.metadata           as of DCP (`reshard.formats.dcp_metadata`), of own classes, and with more attributes
         all_tensor_metadata   dict: MetadataIndex -> pickle of the chunk, a tensor in a storage of its own
         user_defined_dict     dict
     model/__<r>_<n>.distcp    the storages of chunks, one after the other; an object is an archive of torch.save
@@ -120,7 +120,7 @@ class _Part:
     folder: Path
     metadata: DcpMetadata
     sources: Mapping[str, RankFile]
-    pickles: Mapping[tuple[str, Any], Any]
+    pickles: Mapping[tuple[Any, Any], Any]
 
     @classmethod
     def of(cls, folder: Path, metadata: DcpMetadata, first: int) -> _Part:
@@ -138,7 +138,7 @@ class _Part:
             for number, name in enumerate(index.files)
         }
         chunks = metadata.others.get("all_tensor_metadata")
-        pickles = {
+        pickles: dict[tuple[Any, Any], Any] = {
             (getattr(key, "fqn", None), getattr(key, "offset", None)): content
             for key, content in (chunks if isinstance(chunks, dict) else {}).items()
         }
@@ -215,7 +215,7 @@ def _assembled(assembly: Assembly, parts: Mapping[str, _Part], states: Sequence[
         rng_ranks=sum("torch_rng_state" in root for root in roots),
         extra={"extra_state": others} if others else None,
     )
-    return assembly.build(NAME, manifest)
+    return assembly.build(NAME, manifest, holds_archives=False)
 
 
 def _ranks(parts: Mapping[str, _Part]) -> int:

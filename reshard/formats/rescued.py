@@ -26,7 +26,10 @@ from reshard.formats.torch_archive import Stored
 from reshard.index.dtypes import values
 
 MODEL, OPTIMIZER = "model", "optim"
-_MOST_ENTRIES = 1 << 22
+# In all that is kept of one kind: a list that stands in several places counts in each.
+_MOST_ENTRIES = 1 << 20
+# Of one rank; a generator's state takes some hundred.
+_MOST_RNG_ENTRIES = 1 << 14
 
 
 def model_key(name: str) -> str:
@@ -54,23 +57,32 @@ def add_number(assembly: Assembly, key: str, value: float) -> None:
 
 
 def add_groups(assembly: Assembly, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
-    """Adds the hyperparameters of the parameter groups.
+    """Adds the hyperparameters of the parameter groups; what is no plain value is among the notes.
 
     Args:
         names: of each group's parameters.
     """
+    budget = Budget(_MOST_ENTRIES)
+    left_out: list[str] = []
+    fault: NotPlain | None = None
     for number, (group, fqns) in enumerate(zip(groups, names, strict=True)):
         for option, value in {**group, "params": list(fqns)}.items():
             steps = (OPTIMIZER, "param_groups", number, str(option))
             try:
-                content = plain(value, Budget(_MOST_ENTRIES), 0)
-            except NotPlain:
+                content = plain(value, budget, 0)
+            except NotPlain as found:
+                left_out.append(".".join(map(str, steps)))
+                fault = fault or found
                 continue
             assembly.add_object(".".join(map(str, steps)), content, steps)
+    if left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        assembly.notes.append(f"left out, for it is no plain value: {left_out[0]}{more} ({fault})")
 
 
 def add_rng(assembly: Assembly, rank: int, states: Mapping[str, Any], source: RankFile) -> None:
     """Adds a rank's random states as far as they are those of torch, NumPy and Python, in whatever form."""
+    budget = Budget(_MOST_RNG_ENTRIES)
     for name, value in states.items():
         if isinstance(value, Stored):
             known = {"cpu": "torch", "torch": "torch", "cuda": "cuda_0", "device": "cuda_0"}.get(name)
@@ -81,7 +93,7 @@ def add_rng(assembly: Assembly, rank: int, states: Mapping[str, Any], source: Ra
         if of_value is None:
             continue
         try:
-            content = json.dumps(of_value(*plain(value, Budget(_MOST_ENTRIES), 0))).encode()
+            content = json.dumps(of_value(*plain(value, budget, 0))).encode()
         except (NotPlain, TypeError, ValueError, OverflowError):
             # Whatever has this name is not what the generator gives.
             continue
@@ -166,10 +178,11 @@ def manifest_at(
 
 def _encoded(notes: list[str], states: Mapping[str, Any], kind: str) -> dict[str, tagged.Json]:
     encoded = {}
+    budget = Budget(_MOST_ENTRIES)
     for name, state in states.items():
         where = f"{kind}.{name}"
         try:
-            encoded[name] = tagged.encode(plain(state, Budget(_MOST_ENTRIES), 0), where=where)
+            encoded[name] = tagged.encode(plain(state, budget, 0), where=where)
         except (NotPlain, UsageError) as fault:
             notes.append(f"left out, for it holds more than plain values: {where} ({fault})")
     return encoded

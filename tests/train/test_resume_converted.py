@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -102,3 +103,49 @@ def test_the_losses_go_on(tmp_path: Path, use_orig_params: bool) -> None:
     reshard.convert(legacy, made, world_size=2, layout=legacy / "layout.json", param_order=order)
     for resumed in run_ranks(3, go_on, str(made)):
         torch.testing.assert_close(resumed, reference[SAVED_AT:], rtol=1e-5, atol=1e-6)
+
+
+def save_sharded(folder: str) -> None:
+    """DTensors of each rank, with the names of the parameters: all that a resume needs."""
+    model = build()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer, scheduler = optimizer_of(model)
+    train(model, optimizer, scheduler, 0, SAVED_AT)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.save(model_state, f"{folder}/model_world_size_{ranks}_rank_{rank}.pt")
+    torch.save(optimizer_state, f"{folder}/optim_world_size_{ranks}_rank_{rank}.pt")
+    torch.save({"lr_scheduler": scheduler.state_dict()}, f"{folder}/extra_state_world_size_{ranks}_rank_{rank}.pt")
+
+
+def test_files_of_ranks_are_loaded_without_a_step_in_between(tmp_path: Path) -> None:
+    legacy = tmp_path / "global_step_3" / "actor"
+    legacy.mkdir(parents=True)
+    run_ranks(4, save_sharded, str(legacy))
+    reference = train(model := build(), *optimizer_of(model), 0, STEPS)
+    for resumed in run_ranks(3, go_on, str(tmp_path)):
+        torch.testing.assert_close(resumed, reference[SAVED_AT:], rtol=1e-5, atol=1e-6)
+    (legacy / "model_world_size_4_rank_2.pt").unlink()
+    for text in run_ranks(2, refused, str(tmp_path)):
+        assert "missing ranks 2 of 4" in text
+
+
+def test_integers_that_could_mean_several_parameters_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, save_flat, str(tmp_path), True)
+    for text in run_ranks(2, refused, str(tmp_path)):
+        assert "--layout" in text or "--param-order" in text
+
+
+def refused(folder: str) -> str:
+    model = build()
+    fully_shard(model)
+    before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    with pytest.raises(ReshardError) as caught:
+        reshard.load_state(folder, TrainState(model, *optimizer_of(model)), allow_missing=["rng"])
+    assert all(
+        torch.equal(parameter.full_tensor(), tensor)
+        for parameter, tensor in zip(model.parameters(), before, strict=True)
+    )
+    return str(caught.value)

@@ -34,9 +34,10 @@ from reshard.train.resume.parts import (
     stored_tensors,
 )
 from reshard.train.resume.report import LoadReport, named
+from reshard.train.resume.rescue import open_rescued
 from reshard.train.resume.restorer import Restorer, restore_random
 from reshard.train.resume.schedules import check_schedulers, requested_rescales, rescale
-from reshard.train.resume.source import Run, Source, find_step
+from reshard.train.resume.source import Run, Source, find_step, holds_dcp
 from reshard.train.state import DATA, MODEL, OPTIMIZER, RNG, SCHEDULER, STEP, TrainState
 
 
@@ -65,7 +66,8 @@ def load_state(
     follow the rule of :func:`reshard.train.rng.reseed`.
 
     Args:
-        path: ``.../step-<n>``, a run's folder, or a folder that stock ``dcp.save`` wrote.
+        path: ``.../step-<n>``, a run's folder, a folder that stock ``dcp.save`` wrote, or one that another tool's ranks
+            wrote, as `reshard.convert` reads it, where its files say all that is needed.
         state: filled in place.
         allow_missing: what the run has and the checkpoint may lack: part names (``optimizer``, ``scheduler``,
             ``scaler``, ``rng``, ``data``, ``batch``, ``step``, ``extra.<name>``) or FQNs, with ``*``. It is left as is.
@@ -195,12 +197,14 @@ def _require(name: str, value: object, allowed: Sequence[str]) -> None:
 
 def _open(path: Path, run: Run) -> Source:
     folder: Path | None = None
+    is_dcp = True
     with run.ranks.together():
         if run.ranks.rank == 0:
             folder = find_step(path)
-    folder = run.ranks.broadcast(folder)
+            is_dcp = holds_dcp(folder)
+    folder, is_dcp = run.ranks.broadcast((folder, is_dcp))
     assert folder is not None
-    checkpoint = open_on(folder, run.ranks)
+    checkpoint = open_on(folder, run.ranks) if is_dcp else open_rescued(folder, run.ranks)
     source: Source | None = None
     with run.ranks.together():
         source = Source.of(checkpoint, run)

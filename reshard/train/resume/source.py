@@ -15,12 +15,15 @@ from reshard.errors import CheckpointNotFound, CheckpointUnsound
 from reshard.formats import dcp_metadata
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp import NAME as DCP
+from reshard.formats.file_lengths import file_faults
 from reshard.formats.manifest import Manifest
 from reshard.storage.steps import committed_steps
 from reshard.train import optimizer_state
 from reshard.train.model_state import aliases, model_tensors
 from reshard.train.optimizer_state import OptimizerState
 from reshard.train.resume.inventory import Inventory, take_inventory
+from reshard.train.resume.rescue import is_rescued
 from reshard.train.state import MODEL, OPTIMIZER, RNG, STEP, TrainState
 from reshard.verify.structure import structure_faults
 
@@ -73,7 +76,7 @@ class Source:
         """
         manifest = checkpoint.require_manifest()
         stored = StoredState.of(checkpoint)
-        if run.ranks.rank == 0 and (faults := structure_faults(checkpoint.path, checkpoint.index)):
+        if run.ranks.rank == 0 and (faults := _faults(checkpoint)):
             raise CheckpointUnsound(
                 faults[0], hint="copy the folder again, or resume from another step", details=faults[1:]
             )
@@ -127,8 +130,23 @@ class Source:
         return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
 
 
+def _faults(checkpoint: Checkpoint) -> list[str]:
+    if checkpoint.format == DCP:
+        return structure_faults(checkpoint.path, checkpoint.index)
+    index, files = checkpoint.index, checkpoint.files
+    return [
+        *map(str, file_faults(index, files.paths, files.in_memory)),
+        *(f"{checkpoint.path}: {key}: {fault}" for key, fault in index.tiling_faults()),
+    ]
+
+
+def holds_dcp(folder: Path) -> bool:
+    """Whether a folder is one of DCP, whole or not."""
+    return (folder / dcp_metadata.FILE_NAME).exists() or manifests.exists(folder)
+
+
 def find_step(path: Path) -> Path:
-    """The checkpoint folder that a path means: itself, or the newest committed step below it.
+    """The checkpoint folder that a path means: itself, the newest committed step below it, or another tool's folder.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -137,9 +155,11 @@ def find_step(path: Path) -> Path:
     if not path.is_dir():
         fault = "not a folder" if path.exists() else "no such folder"
         raise CheckpointNotFound(fault, path=path, hint="name a step-<n> folder, or the run's folder")
-    if (path / dcp_metadata.FILE_NAME).exists() or manifests.exists(path):
+    if holds_dcp(path):
         return path
     steps = committed_steps(path)
+    if not steps and is_rescued(path):
+        return path
     if not steps:
         raise CheckpointNotFound(
             "no committed checkpoint in it", path=path, hint="name a step-<n> folder, or start from scratch"
