@@ -9,10 +9,16 @@ import errno
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from reshard.errors import ReshardError
+
+# How a child ends: with one of our errors, or another.
+REFUSED, UNEXPECTED = 3, 4
 
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.scandir", "os.listdir", "os.truncate"}
 WRAPPED = ("write", "pwrite", "fsync", "fdatasync", "ftruncate")
@@ -65,6 +71,23 @@ class Faults:
         if self.count == self._at or (self._is_lasting and self.count > self._at):
             self.struck.append(what)
             self._strike()
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """The wait status of a forked child that runs ``action``."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    status = UNEXPECTED
+    try:
+        action()
+        status = 0
+    except ReshardError:
+        status = REFUSED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def no_space() -> None:

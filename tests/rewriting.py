@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from reshard.formats.checkpoint import Checkpoint
+from reshard.geometry.mesh import Mesh
 from reshard.rewrite import run as offline
 from reshard.rewrite.prepare import prepare
-from reshard.geometry.mesh import Mesh
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -183,3 +184,14 @@ def payload_place(folder: Path, key: str, offsets: tuple[int, ...]) -> tuple[Pat
         (record,) = [entry for entry in opened.infolist() if entry.filename.endswith("/data/0")]
     name_bytes, extra_bytes = struct.unpack_from("<HH", content, record.header_offset + 26)
     return path, info.offset + record.header_offset + 30 + name_bytes + extra_bytes, record.file_size
+
+
+def assert_holds(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> None:
+    """The same names, dtypes, shapes and bits, and chunks that tile. Closes the checkpoint."""
+    with checkpoint:
+        assert sorted(checkpoint.keys) == sorted(state)
+        assert list(checkpoint.index.tiling_faults()) == []
+        for name, tensor in state.items():
+            found = checkpoint.read(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+            assert bits(found) == bits(tensor), name

@@ -64,6 +64,15 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "--param-order", type=Path, metavar="FILE", help="JSON: names in the order of the optimizer's integer ids"
     )
+    parser.add_argument(
+        "--model", metavar="PACKAGE.MODULE:FACTORY",
+        help="code that builds the model without memory for it, where the files lack names or shapes",
+    )  # fmt: skip
+    parser.add_argument("--hf-config", type=Path, metavar="DIR", help="likewise, the config.json of a model")
+    parser.add_argument(
+        "--wrap", action="append", default=[], metavar="CLASS",
+        help="with a model: class of the modules that FSDP1 wrapped, where the files do not name them (repeatable)",
+    )  # fmt: skip
     add_common_options(parser)
     parser.set_defaults(run=_run)
 
@@ -73,6 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     from reshard.errors import UsageError
     from reshard.formats.hints import Hints
     from reshard.rewrite.convert import prepare_conversion
+    from reshard.rewrite.model_hints import read_model
     from reshard.rewrite.run import check_destination, run
 
     if len(args.paths) < 2:
@@ -81,7 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     destination = destination.expanduser()
     rank, ranks, _ = launched_as()
     with first_rank_first(rank):
-        hints = Hints.read(args.layout, args.param_order, args.weights)
+        model = read_model(args.model, args.hf_config, args.wrap)
+        hints = Hints.read(args.layout, args.param_order, args.weights, model)
         processes = 1 if ranks == 1 else ranks_per_node(ranks)
         wanted = _wanted(args, destination)
         prepared = prepare_conversion(sources, wanted, hints, memory_bytes=args.memory, processes=processes)

@@ -17,7 +17,7 @@ All files are those of torch.save, whatever they are called.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from reshard.formats.hints import Hints
 from reshard.formats.merged import merged
 from reshard.formats.rank_file import RankFile, open_rank_file
 from reshard.formats.rank_sets import rank_sets
+from reshard.index.kinds import optimizer_place
 
 NAME = "accelerate"
 
@@ -39,6 +40,8 @@ _OPTIMIZER_FOLDER = re.compile(r"optimizer(?:_\d+)?")
 _MODEL_FILE = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank_?\d+\.bin")
 _OPTIMIZER_FILE = re.compile(r"optimizer(?:_\d+)?_rank_?\d+\.bin")
 _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
+# Of what follows the optimizer's name in a key: a tensor of the parameter's own shape.
+_MOMENT = re.compile(r"state\.(.+)\.(?:exp_avg|momentum_buffer)")
 _RANDOM_STATES = re.compile(r"random_states_(\d+)\.pkl")
 _RNG_NAMES = {"random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch"}
 
@@ -56,17 +59,28 @@ def open_accelerate(folder: Path, hints: Hints) -> Checkpoint:
         CheckpointUnsound: files are missing or damaged.
     """
     paths = sorted(folder.iterdir())
-    parts = []
-    files = [path for path in paths if _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name)]
-    if files:
-        parts.append(fsdp_ranks.open_ranks(folder, rank_sets(files), hints))
+    folders = []
     for pattern in (_MODEL_FOLDER, _OPTIMIZER_FOLDER):
         found = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
             raise UsageError("several models", path=folder, found=names, hint="name the folder of one of them")
-        parts += [open_dcp(path) for path in found]
-    return _with_small_files(folder, paths, parts)
+        folders += [open_dcp(path) for path in found]
+    parts = []
+    files = [path for path in paths if _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name)]
+    if files:
+        # Flat parameters beside an optimizer by name: its moments have the shapes that the model's files lack.
+        known = replace(hints, shapes=dict(shape for part in folders for shape in _shapes(part)))
+        parts.append(fsdp_ranks.open_ranks(folder, rank_sets(files), known))
+    return _with_small_files(folder, paths, [*parts, *folders])
+
+
+def _shapes(part: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the parameters that an optimizer has moments of."""
+    for key, shape in zip(part.index.names, part.index.shapes, strict=True):
+        place = optimizer_place(key)
+        if place is not None and (match := _MOMENT.fullmatch(place[1])) is not None:
+            yield match[1], shape
 
 
 def _with_small_files(folder: Path, paths: Sequence[Path], parts: list[Checkpoint]) -> Checkpoint:

@@ -33,8 +33,9 @@ from reshard.formats import dcp_metadata, rescued, unpickle
 from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp_metadata import DcpMetadata
+from reshard.formats.flat_layout import FlatUnit, flat_unit
 from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, add_part, laid_out
-from reshard.formats.hints import FlatUnit, Hints, flat_unit
+from reshard.formats.hints import Hints
 from reshard.formats.object_archive import object_value
 from reshard.formats.optimizer_names import names_by_id
 from reshard.formats.rank_file import RankFile, open_rank_file
@@ -86,10 +87,9 @@ def open_bytecheckpoint(folder: Path, hints: Hints) -> Checkpoint:
         for path, read in zip(folders, metadata, strict=True):
             part = _Part.of(path, read, first)
             first += len(read.index.files)
-            parts["optimizer" if _GROUPS in read.index.objects else "model"] = part
-        return _assembled(
-            assembly, parts, [open_rank_file(assembly.files, len(data) + n) for n in range(len(states))], hints
-        )
+            parts["optimizer" if part.is_optimizer else "model"] = part
+        opened = [open_rank_file(assembly.files, len(data) + number) for number in range(len(states))]
+        return _assembled(assembly, parts, opened, hints)
     finally:
         assembly.files.close()
 
@@ -143,6 +143,14 @@ class _Part:
             for key, content in (chunks if isinstance(chunks, dict) else {}).items()
         }
         return cls(folder, metadata, sources, pickles)
+
+    @property
+    def is_optimizer(self) -> bool:
+        """By what is in it, where its folder was given another name."""
+        if self.folder.name in _PARTS:
+            return self.folder.name == _PARTS[1]
+        keys = [*self.metadata.index.names, *self.metadata.index.objects]
+        return bool(keys) and all(key == _GROUPS or key.startswith("state.") for key in keys)
 
     def chunks(self, number: int) -> Iterator[tuple[tuple[int, ...], Stored, RankFile]]:
         """The chunks of a tensor: their offsets, and where their elements lie.
@@ -205,6 +213,7 @@ def _assembled(assembly: Assembly, parts: Mapping[str, _Part], states: Sequence[
     first = roots[0] if roots else {}
     scheduler, others = first.get("lr_scheduler"), {key: first[key] for key in first if key not in _OF_A_RANK}
     step = first.get("step")
+    version = next(iter(parts.values())).metadata.others.get("bytecheckpoint_version")
     manifest = rescued.manifest_of(
         assembly,
         step=step if isinstance(step, int) else int(max(steps, default=0)),
@@ -214,6 +223,7 @@ def _assembled(assembly: Assembly, parts: Mapping[str, _Part], states: Sequence[
         schedulers={"scheduler": scheduler} if scheduler else None,
         rng_ranks=sum("torch_rng_state" in root for root in roots),
         extra={"extra_state": others} if others else None,
+        versions={NAME: version} if isinstance(version, str) else None,
     )
     return assembly.build(NAME, manifest, holds_archives=False)
 
@@ -235,25 +245,24 @@ def _flats(parts: Mapping[str, _Part], hints: Hints) -> dict[str, Flat]:
     numels = {key: shape[0] for part in parts.values() for key, shape in _flat_tensors(part)}
     if not numels:
         return {}
-    units = _units(part) or _units_beside(part) or hints.units or {}
-    missing = [key for key in numels if key.rpartition(".")[0] not in units]
+    named = {key: key.rpartition(".")[0] for key in numels}
+    units = _units(part) or _units_beside(part) or hints.units_of(named.values(), part.folder) or {}
+    missing = [key for key, unit in named.items() if unit not in units]
     if missing and hints.optimizer != "as stored":
         raise UsageError(
             "nothing says what lies in a flat parameter", path=part.folder, found=", ".join(missing),
             hint=HOW_TO_GIVE_A_LAYOUT,
         )  # fmt: skip
     return {
-        key: laid_out(units[key.rpartition(".")[0]], key, part.folder, numel)
-        for key, numel in numels.items()
-        if key not in missing
+        key: laid_out(units[named[key]], key, part.folder, numel) for key, numel in numels.items() if key not in missing
     }
 
 
 def _flat_tensors(part: _Part) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Keys of flat parameters, and the shapes of what is there of them."""
-    index = part.metadata.index
+    index, is_optimizer = part.metadata.index, part.is_optimizer
     for name, shape in zip(index.names, index.shapes, strict=True):
-        key = name.removeprefix("state.").rpartition(".")[0] if _GROUPS in index.objects else name
+        key = name.removeprefix("state.").rpartition(".")[0] if is_optimizer else name
         if key.rpartition(".")[2] == _FLAT and len(shape) == 1:
             yield key, shape
 
@@ -352,11 +361,11 @@ def _add_groups(assembly: Assembly, part: _Part, hints: Hints) -> list[dict[str,
         for key in assembly.keys
         if key.startswith(prefix) and assembly.shape(key)
     }
-    if hints.param_order is not None:
+    if len(ids) == 1:
+        names = [list(shapes)]
+    elif hints.param_order is not None:
         by_id = names_by_id(ids, {}, shapes, hints.param_order, part.folder)
         names = [[by_id[entry] for entry in group] for group in ids]
-    elif len(ids) == 1:
-        names = [list(shapes)]
     else:
         assembly.notes.append("which parameters are in which group is not in the files; --param-order FILE gives it")
         names = [[] for _ in ids]

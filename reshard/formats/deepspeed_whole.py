@@ -72,6 +72,7 @@ class _Adding:
         self._assembly = assembly
         self._model = states
         self._order = hints.param_order
+        self._model_orders = hints.orders
         self._wants_masters = hints.weights == "masters"
         self._state = optimizer["state"]
         self._groups = optimizer["param_groups"]
@@ -99,7 +100,8 @@ class _Adding:
         for number, slots in self._state.items():
             for value in _tensors(slots).values():
                 shapes[number] = value.shape
-        by_id = names_by_id(groups, shapes, self._shapes, self._order, self._model.source.path)
+        path = self._model.source.path
+        by_id = names_by_id(groups, shapes, self._shapes, self._order, path, model_orders=self._model_orders)
         for group, numbers in zip(self._groups, groups, strict=True):
             for number in numbers:
                 slots = self._state.get(number, {})

@@ -70,7 +70,7 @@ def _assembled(assembly: Assembly, sources: Sequence[RankFile], hints: Hints) ->
     for source in sources:
         if not is_fairscale(source.root):
             raise CheckpointUnsound("not a file of fairscale, as others here are", path=source.path)
-    if hints.units is None and metadata_of(sources[0].root) is None:
+    if hints.units is None and hints.model is None and metadata_of(sources[0].root) is None:
         assembly.notes.append("what lies in the flat parameters is not in the files; " + HOW_TO_GIVE_A_LAYOUT)
     parts = Parts(len(sources), tuple(range(len(sources))))
     flats = flat_parameters(sources, hints, assembly.folder)

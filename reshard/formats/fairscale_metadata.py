@@ -112,21 +112,22 @@ def _flats(metadata: Mapping[str, Any]) -> Iterator[tuple[Flat, int]]:
 
 def _from_layout(source: RankFile, hints: Hints, ranks: int) -> list[Flat]:
     keys = [key for key in canonical_names(source.root["model"]).values() if FLAT_NAME.search(key)]
-    if hints.units is None and hints.optimizer == "as stored":
+    named = {key.rpartition(".")[0]: key for key in keys}
+    units = hints.units_of(named, source.path)
+    if units is None and hints.optimizer == "as stored":
         numels = {key: math.prod(source.root["model"][key].shape) * ranks for key in keys}
         return [Flat(key, (Lying(key, (numel,), 0, numel),), numel) for key, numel in numels.items()]
-    if hints.units is None:
+    if units is None:
         raise UsageError(
             "need shard_metadata, which names what lies in a flat parameter, and this file has none",
             path=source.path, found=", ".join(keys), hint=HOW_TO_GIVE_A_LAYOUT,
         )  # fmt: skip
-    named = {key.rpartition(".")[0]: key for key in keys}
-    if named.keys() != hints.units.keys() or len(named) != len(keys):
+    if named.keys() != units.keys() or len(named) != len(keys):
         raise UsageError(
             "a layout of other units than the files have",
-            path=source.path, expected=", ".join(keys), found=", ".join(map(repr, sorted(hints.units))),
+            path=source.path, expected=", ".join(keys), found=", ".join(map(repr, sorted(units))),
         )  # fmt: skip
-    flats = [laid_out(hints.units[name], key, source.path) for name, key in named.items()]
+    flats = [laid_out(units[name], key, source.path) for name, key in named.items()]
     parts = Parts(ranks, tuple(range(ranks)))
     for flat in flats:
         part = source.root["model"].get(flat.key)

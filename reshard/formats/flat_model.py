@@ -13,14 +13,15 @@ there once, and its other names are missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats import rescued
 from reshard.formats.assembly import Assembly
+from reshard.formats.flat_layout import FlatUnit, innermost, unpadded_unit
 from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, Lying, Parts, add_part, laid_out, parts_of
-from reshard.formats.hints import FlatUnit, Hints
+from reshard.formats.hints import Hints
 from reshard.formats.rank_file import RankFile
 from reshard.formats.rank_state import RankState, is_tensor
 from reshard.formats.sharded_classes import Held
@@ -71,11 +72,16 @@ def read_flat_model(assembly: Assembly, states: Sequence[RankState], hints: Hint
     numels = {key: value.shape[0] for tensors in held for key, value in tensors.items()}
     parts = parts_of(held, assembly.folder)
     _check_parts(assembly, held, numels, parts)
-    if hints.units is None and hints.optimizer == "as stored":
+    units = _units(assembly, list(numels), states, names, hints)
+    if units is None and hints.optimizer == "as stored":
         assembly.notes.append("what lies in the flat parameters is not in the files; " + HOW_TO_GIVE_A_LAYOUT)
         flats = tuple(Flat(key, (Lying(key, (numel,), 0, numel),), numel) for key, numel in numels.items())
         return FlatModel(names, flats, parts, False, is_described=False)
-    units = _units(assembly, list(numels), hints)
+    if units is None:
+        raise UsageError(
+            "LOCAL files carry no names and shapes of what lies in a flat parameter", path=assembly.folder,
+            found=", ".join(numels), hint=HOW_TO_GIVE_A_LAYOUT,
+        )  # fmt: skip
     has_pieces = not {name for unit in units.values() for name in unit.fqns}.isdisjoint(names.values())
     widths = {key: ITEM_BYTES[value.dtype or "float32"] for tensors in held for key, value in tensors.items()}
     flats = tuple(
@@ -95,7 +101,7 @@ def add_flat_model(assembly: Assembly, states: Sequence[RankState], model: FlatM
     by_key = {flat.key: flat for flat in model.flats}
     pieces = {lying.name: (flat, lying) for flat in model.flats for lying in flat.parameters}
     tied = {name: of for flat in model.flats for name, of in flat.shared}
-    unknown = set() if model.is_described else _piece_names(states, model)
+    unknown = set() if model.is_described else _piece_names(states, model.names)
     for state in states:
         if state.model is None:
             continue
@@ -141,7 +147,7 @@ def _check_piece(
     )  # fmt: skip
 
 
-def _piece_names(states: Sequence[RankState], model: FlatModel) -> set[str]:
+def _piece_names(states: Sequence[RankState], names: Mapping[str, str]) -> set[str]:
     """Names of what lies in a flat parameter, where only the files can tell: it is in the same storage on some rank."""
     found = set()
     for state in states:
@@ -149,7 +155,7 @@ def _piece_names(states: Sequence[RankState], model: FlatModel) -> set[str]:
         flat = {part.storage.key for name, value in content.items() if _is_flat(name, value) for _, part in value.boxes}
         for name, value in content.items():
             if isinstance(value, Stored) and value.storage.key in flat:
-                found.add(model.names[name])
+                found.add(names[name])
     return found
 
 
@@ -157,23 +163,54 @@ def _is_flat(name: str, value: object) -> bool:
     return isinstance(value, Held) and len(value.shape) == 1 and name.rpartition(".")[2] in _FLAT_NAMES
 
 
-def _units(assembly: Assembly, keys: Sequence[str], hints: Hints) -> dict[str, FlatUnit]:
-    """The unit of each flat parameter."""
-    if hints.units is None:
-        raise UsageError(
-            "LOCAL files carry no names and shapes of what lies in a flat parameter", path=assembly.folder,
-            found=", ".join(keys), hint=HOW_TO_GIVE_A_LAYOUT,
-        )  # fmt: skip
+def _units(
+    assembly: Assembly, keys: Sequence[str], states: Sequence[RankState], names: Mapping[str, str], hints: Hints
+) -> dict[str, FlatUnit] | None:
+    """The unit of each flat parameter; None where nothing says it."""
     named = {key.rpartition(".")[0]: key for key in keys}
-    if named.keys() != hints.units.keys():
+    units = hints.units_of(named, assembly.folder)
+    if units is None:
+        units = _units_of_pieces(assembly, named, states, names, hints)
+    if units is None:
+        return None
+    if named.keys() != units.keys():
         raise UsageError(
             "a layout of other units than the files have",
             path=assembly.folder,
             expected=", ".join(repr(name) for name in sorted(named)),
-            found=", ".join(repr(name) for name in sorted(hints.units)),
+            found=", ".join(repr(name) for name in sorted(units)),
             hint="it describes another model, or one that is wrapped otherwise",
         )
-    return {key: hints.units[name] for name, key in named.items()}
+    return {key: units[name] for name, key in named.items()}
+
+
+def _units_of_pieces(
+    assembly: Assembly,
+    units: Collection[str],
+    states: Sequence[RankState],
+    names: Mapping[str, str],
+    hints: Hints,
+) -> dict[str, FlatUnit] | None:
+    """Units whose parameters the files name, and of which another part of the checkpoint has the shapes.
+
+    The files list them in the order of the modules, in which they lie.
+    """
+    shapes, pieces = hints.shapes or {}, _piece_names(states, names)
+    if not shapes or not pieces:
+        return None
+    unknown = sorted(pieces - shapes.keys())
+    if unknown and hints.optimizer == "as stored":
+        return None
+    if unknown:
+        raise UsageError(
+            "no shape of what lies in a flat parameter: the optimizer beside it has none of these",
+            path=assembly.folder, found=", ".join(unknown), hint=HOW_TO_GIVE_A_LAYOUT,
+        )  # fmt: skip
+    inside: dict[str, list[str]] = {unit: [] for unit in units}
+    for name in names.values():
+        if name in pieces and (unit := innermost(name, inside)) is not None:
+            inside[unit].append(name)
+    return {unit: unpadded_unit(unit, fqns, shapes) for unit, fqns in inside.items()}
 
 
 def _check_parts(

@@ -106,7 +106,12 @@ def add_by_unit(
     by_key = {flat.key: flat for flat in flats}
     signatures = {flat.key: tuple(parts.numel(flat.numel) for _ in entries.parts) for flat in flats}
     candidates = {flat.key for flat in flats if flat.is_trainable}
-    keys = _named(entries, signatures, candidates, _unit_order(hints.param_order, flats), hints)
+    units = {flat.key.rpartition(".")[0]: flat for flat in flats}
+    model_orders = (
+        hints.model.unit_orders({name: flat.is_trainable for name, flat in units.items()}) if hints.model else []
+    )
+    in_order = [[units[name].key for name in names] for names in model_orders]
+    keys = _named(entries, signatures, candidates, _unit_order(hints.param_order, flats), in_order, hints)
     for entry, lengths in entries.lengths.items():
         if entry not in keys:
             continue
@@ -157,7 +162,8 @@ def add_by_parameter(
     else:
         counted = entries
         signatures = {name: tuple(pieces[name][rank] for rank in entries.parts) for name in shapes}
-    names = _named(counted, signatures, shapes.keys() - set(frozen), _clean(hints.param_order), hints)
+    candidates = shapes.keys() - set(frozen)
+    names = _named(counted, signatures, candidates, _clean(hints.param_order), hints.orders, hints)
     for entry, lengths in entries.lengths.items():
         if (name := names.get(entry)) is None:
             continue
@@ -229,17 +235,25 @@ def _one_after_the_other(entries: Entries, parts: Parts) -> tuple[dict[tuple[int
 
 
 def _named(
-    entries: Entries, signatures: Mapping[str, Shape], candidates: Iterable[str], order: Order, hints: Hints
+    entries: Entries,
+    signatures: Mapping[str, Shape],
+    candidates: Iterable[str],
+    order: Order,
+    model_orders: Sequence[Sequence[str]],
+    hints: Hints,
 ) -> dict[int, str]:
-    """The name of each id, by the order, or by how many elements each rank has of it."""
+    """The name of each id, by the order, by that of the model, or by how many elements each rank has of it."""
     path = entries.source.path
     if order is not None:
         # What is then wrong with a length is told by the number of elements, not as a shape.
         return names_by_id(entries.ids, {}, signatures, order, path)
     lengths = {entry: tuple(held.get(rank, 0) for rank in entries.parts) for entry, held in entries.lengths.items()}
+    is_strict, count = hints.optimizer == "named", sum(map(len, entries.ids))
+    if any(len(names) == count for names in model_orders):
+        return names_by_id(entries.ids, lengths, signatures, None, path, model_orders=model_orders)
     wanted = set(candidates)
     possible = {name: signature for name, signature in signatures.items() if name in wanted}
-    return names_by_id(entries.ids, lengths, possible, None, path, is_strict=hints.optimizer == "named")
+    return names_by_id(entries.ids, lengths, possible, None, path, model_orders=model_orders, is_strict=is_strict)
 
 
 def _not_its_part(entries: Entries, rank: int, key: str, expected: str, found: int) -> CheckpointUnsound:

@@ -17,10 +17,12 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.formats.assembly import Assembly
+from reshard.formats.flat_layout import FlatUnit
 from reshard.formats.flat_model import FlatModel, is_flat
 from reshard.formats.flat_optimizer import Entries, add_by_parameter, add_by_unit, add_unnamed, read_entries
 from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, Parts, laid_out, parts_of
-from reshard.formats.hints import FlatUnit, Hints
+from reshard.formats.hints import Hints
+from reshard.formats.model_outline import ModelOutline
 from reshard.formats.rank_state import RankState, is_tensor
 from reshard.formats.sharded_classes import Held
 from reshard.formats.torch_archive import Stored
@@ -80,17 +82,22 @@ def add_raw_optimizer(
         for state in states
     ]
     shapes = {name: value.shape for tensors in sharded for name, value in tensors.items()} or _whole(states, names)
-    flats = _described(assembly, hints.units, shapes)
     ranks = len(states)
     # A whole model, as rank 0 gathers it, does not tell how many parts there are: one a rank, or, unsharded, one.
     possible = [parts_of(sharded, assembly.folder)] if any(sharded) else [_every(ranks, n) for n in sorted({ranks, 1})]
-    fitting = [parts for parts in possible if _fits(entries, parts, shapes, flats, hints.param_order is not None)]
+    flats = _described(assembly, hints.units, shapes)
+    if flats is None and hints.model is not None and _are_even(entries):
+        flats = _of_model(assembly, hints.model, shapes, entries, possible)
+    are_named = hints.param_order is not None
+    fitting = [parts for parts in possible if _fits(entries, parts, shapes, flats, are_named)]
     if flats is None and not fitting:
         if hints.optimizer == "as stored":
             return add_unnamed(assembly, entries, possible[-1])
         raise UsageError(
             "moments of flat parameters, and nothing that says which parameters lie in them",
-            path=entries.source.path, hint=HOW_TO_GIVE_A_LAYOUT + ", or leave the optimizer out with --only model",
+            path=entries.source.path,
+            hint=f"{HOW_TO_GIVE_A_LAYOUT} and --wrap CLASS for each class of wrapped modules, "
+            "or leave the optimizer out with --only model",
         )  # fmt: skip
     if len(fitting) > 1:
         raise UsageError(
@@ -111,9 +118,9 @@ def _whole(states: Sequence[RankState], names: Mapping[str, str]) -> dict[str, S
 
 
 def _described(
-    assembly: Assembly, units: Mapping[str, FlatUnit] | None, shapes: Mapping[str, Shape]
+    assembly: Assembly, units: Mapping[str, FlatUnit] | None, shapes: Mapping[str, Shape], what: str = "layout"
 ) -> list[Flat] | None:
-    """The flat parameters of a layout; None where there is none.
+    """The flat parameters of a layout, or of what errors call otherwise; None where there is none.
 
     Raises:
         UsageError: the model's tensors are others.
@@ -121,17 +128,45 @@ def _described(
     if units is None:
         return None
     wrong = [
-        f"{name}: {shape} in the layout, {shapes.get(name, 'missing')} in the files"
+        f"{name}: {shape} in the {what}, {shapes.get(name, 'missing')} in the files"
         for unit in units.values()
         for name, shape in zip(unit.fqns, unit.shapes, strict=True)
         if shapes.get(name) != shape
     ]
     if wrong:
-        raise UsageError("a layout of another model", path=assembly.folder, found=wrong[0], details=wrong[1:])
+        raise UsageError(f"a {what} of other tensors", path=assembly.folder, found=wrong[0], details=wrong[1:])
     return [
         laid_out(unit, f"{name}._flat_param" if name else "_flat_param", assembly.folder)
         for name, unit in units.items()
     ]
+
+
+def _of_model(
+    assembly: Assembly,
+    model: ModelOutline,
+    shapes: Mapping[str, Shape],
+    entries: Entries,
+    possible: Sequence[Parts],
+) -> list[Flat] | None:
+    """The flat parameters as a model is said to be wrapped; None where they are not as long as the optimizer's entries.
+
+    Raises:
+        UsageError: the model has no such modules, or the files have other tensors.
+    """
+    flats = _described(assembly, model.wrapped_units(), shapes, "model") or []
+    found = sorted(next(iter(held.values())) for held in entries.lengths.values())
+    for parts in possible:
+        if found == sorted(parts.numel(flat.numel) for flat in flats if flat.is_trainable):
+            return flats
+    if model.wrap:
+        expected = sorted(possible[-1].numel(flat.numel) for flat in flats if flat.is_trainable)
+        raise UsageError(
+            "other modules than were wrapped", path=entries.source.path, key=f"--wrap {' '.join(model.wrap)}",
+            expected=f"flat parameters of {found} elements a rank, as the optimizer has",
+            found=f"{expected}, of units {', '.join(repr(flat.key.rpartition('.')[0]) for flat in flats)}",
+            hint="name every class whose modules were wrapped, frozen ones among them",
+        )  # fmt: skip
+    return None
 
 
 def _every(ranks: int, count: int) -> Parts:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats.assembly import Assembly
-from reshard.formats.hints import FlatUnit
+from reshard.formats.flat_layout import FlatUnit
 from reshard.formats.rank_file import RankFile
 from reshard.formats.sharded_classes import Held
 from reshard.formats.torch_archive import Stored

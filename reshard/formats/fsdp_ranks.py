@@ -154,6 +154,7 @@ def _names(
             parameters,
             hints.param_order,
             first.optimizer.source.path,
+            model_orders=hints.orders,
             is_strict=hints.optimizer == "named",
         )
     )

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
+from reshard.formats.flat_layout import FlatUnit, flat_unit
+from reshard.formats.model_outline import ModelOutline
 from reshard.index.names import canonical_names
 from reshard.storage.durable import storage_errors
-
-
-@dataclass(frozen=True)
-class FlatUnit:
-    """One flat parameter of FSDP1: the parameters of a wrapped module, one after the other.
-
-    Attributes:
-        name: of the module; empty for the root.
-        fqns: of its parameters, in full, in the order in which they lie.
-        shapes: of each.
-        entry_numels: elements of each entry that lies in it, paddings among them.
-        is_padding: of each entry, whether it is one.
-        shared: (name, of which parameter it is another name), both in full.
-        is_trainable: whether an optimizer may have moments of it.
-    """
-
-    name: str
-    fqns: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    entry_numels: tuple[int, ...]
-    is_padding: tuple[bool, ...]
-    shared: tuple[tuple[str, str], ...] = ()
-    is_trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,12 +27,29 @@ class Hints:
             or ``stored``.
         optimizer: ``named``, every entry by the parameter that it belongs to; ``as stored``, where the names cannot be
             told with the integer that the file has, enough to look at a checkpoint; or ``left out``.
+        model: its parameters and modules, which may stand in for units and for an order.
+        shapes: of parameters, as another part of the checkpoint records them.
     """
 
-    units: dict[str, FlatUnit] | None = None
+    units: Mapping[str, FlatUnit] | None = None
     param_order: tuple[tuple[str, ...], ...] | None = None
     weights: str = "masters"
     optimizer: str = "as stored"
+    model: ModelOutline | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+
+    def units_of(self, names: Collection[str], path: Path) -> Mapping[str, FlatUnit] | None:
+        """The units that were given, or those of the model where files name its wrapped modules; None without either.
+
+        Raises:
+            UsageError: the model has no such modules.
+        """
+        return self.model.units(names, path) if self.units is None and self.model is not None else self.units
+
+    @property
+    def orders(self) -> list[list[str]]:
+        """In which the optimizer may have been given the model's parameters; none where there is no model."""
+        return [] if self.model is None else self.model.orders
 
     @classmethod
     def read(
@@ -61,6 +57,7 @@ class Hints:
         layout: str | os.PathLike[str] | None = None,
         param_order: str | os.PathLike[str] | None = None,
         weights: str = "masters",
+        model: ModelOutline | None = None,
     ) -> Hints:
         """From files.
 
@@ -73,6 +70,7 @@ class Hints:
             None if layout is None else read_layout(Path(layout)),
             None if param_order is None else read_param_order(Path(param_order)),
             weights,
+            model=model,
         )
 
 
@@ -96,51 +94,6 @@ def read_layout(path: Path) -> dict[str, FlatUnit]:
             hint="write one from the live model: reshard.describe_flat(model)",
         ) from error
     return {unit.name: unit for unit in units}
-
-
-def flat_unit(unit: Any) -> FlatUnit:
-    """One unit of a layout.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is not what it should be.
-    """
-    name = ".".join(canonical_names([unit["unit"]]).values()) if unit["unit"] else ""
-    prefix = f"{name}." if name else ""
-    fqns = tuple(prefix + fqn for fqn in canonical_names(unit["fqns"]).values())
-    shapes = tuple(tuple(int(size) for size in shape) for shape in unit["shapes"])
-    if len(fqns) != len(shapes):
-        raise ValueError(f"{len(fqns)} names and {len(shapes)} shapes in unit {name!r}")
-    numels = unit.get("numels_incl_padding_entries")
-    is_padding = unit.get("is_padding")
-    if numels is None or is_padding is None:
-        numels, is_padding = [_numel(shape) for shape in shapes], [False] * len(shapes)
-    kept = [numel for numel, padding in zip(numels, is_padding, strict=True) if not padding]
-    if kept != [_numel(shape) for shape in shapes]:
-        raise ValueError(f"numbers of elements of unit {name!r} that are not those of its shapes")
-    return FlatUnit(
-        name,
-        fqns,
-        shapes,
-        tuple(map(int, numels)),
-        tuple(map(bool, is_padding)),
-        _shared(unit, prefix),
-        bool(unit.get("requires_grad", True)),
-    )
-
-
-def _shared(unit: Any, prefix: str) -> tuple[tuple[str, str], ...]:
-    pairs = []
-    for entry in unit.get("shared_params", ()):
-        name, of = (entry["name"], entry["of"]) if isinstance(entry, dict) else entry
-        pairs.append((prefix + name, prefix + of))
-    return tuple(pairs)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def read_param_order(path: Path) -> tuple[tuple[str, ...], ...]:

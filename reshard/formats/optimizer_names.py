@@ -1,4 +1,8 @@
-"""Names for an optimizer's entries where a file has integers: ids count the parameters in the order of the groups."""
+"""Names for an optimizer's entries where a file has integers: ids count the parameters in the order of the groups.
+
+Which name an id has, a user's list says, or `reshard.formats.model_order`, or else the shape, if only one parameter has
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard.errors import UsageError
+from reshard.formats.model_order import names_in_model_order
 
 _SHOWN = 6
 Shape = tuple[int, ...]
@@ -18,6 +23,7 @@ def names_by_id(
     order: Sequence[Sequence[str]] | None,
     path: Path,
     *,
+    model_orders: Sequence[Sequence[str]] = (),
     is_strict: bool = True,
 ) -> dict[int, str]:
     """The parameter of each id.
@@ -28,6 +34,8 @@ def names_by_id(
         parameters: shape of every parameter of the model that the optimizer may have.
         order: names in the order of the ids, one list or one a group; None where nobody gave it.
         path: what errors name.
+        model_orders: names as ``model.parameters()`` has them, all that the optimizer may have been given; several
+            where there may have been more or fewer. The first with as many names as there are ids is meant.
         is_strict: refuse what has several possible names, rather than leave it out of the answer.
 
     Raises:
@@ -36,6 +44,8 @@ def names_by_id(
     ids = [number for group in groups for number in group]
     if order is not None:
         return _as_given(groups, ids, shapes, parameters, order, path)
+    if (in_order := next((names for names in model_orders if len(names) == len(ids)), None)) is not None:
+        return names_in_model_order(groups, shapes, parameters, in_order, path)
     fitting: dict[Shape, list[str]] = {}
     for name, shape in parameters.items():
         fitting.setdefault(shape, []).append(name)
@@ -64,8 +74,8 @@ def names_by_id(
             "the optimizer names its entries by integers, and several assignments to the parameters fit",
             path=path,
             found=ambiguous[0],
-            hint="give the names in the order of the ids with --param-order FILE, or the model with --model; "
-            "or leave the optimizer out with --only model",
+            hint="give the names in the order of the ids with --param-order FILE, "
+            f"or {_model_hint(ids, model_orders)}; or leave the optimizer out with --only model",
             details=ambiguous[1:],
         )
     return names
@@ -103,6 +113,13 @@ def _as_given(
                 found=parameters[names[number]],
             )
     return names
+
+
+def _model_hint(ids: Sequence[int], orders: Sequence[Sequence[str]]) -> str:
+    if not orders:
+        return "the model with --model"
+    counts = " or ".join(dict.fromkeys(str(len(order)) for order in orders))
+    return f"another model: this one has {counts} parameters, for {len(ids)} ids"
 
 
 def _listed(values: Sequence[object]) -> str:

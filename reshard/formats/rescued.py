@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from reshard.index.dtypes import values
 
 MODEL, OPTIMIZER = "model", "optim"
 # In all that is kept of one kind: a list that stands in several places counts in each.
-_MOST_ENTRIES = 1 << 20
+_MOST_GROUP_ENTRIES = 1 << 20
+_MOST_STATE_ENTRIES = 1 << 18
 # Of one rank; a generator's state takes some hundred.
 _MOST_RNG_ENTRIES = 1 << 14
 
@@ -62,7 +63,7 @@ def add_groups(assembly: Assembly, groups: Sequence[Mapping[str, Any]], names: S
     Args:
         names: of each group's parameters.
     """
-    budget = Budget(_MOST_ENTRIES)
+    budget = Budget(_MOST_GROUP_ENTRIES)
     left_out: list[str] = []
     fault: NotPlain | None = None
     for number, (group, fqns) in enumerate(zip(groups, names, strict=True)):
@@ -89,15 +90,15 @@ def add_rng(assembly: Assembly, rank: int, states: Mapping[str, Any], source: Ra
             if known is not None:
                 assembly.add_tensor(f"rng.rank_{rank}.{known}", value, source)
             continue
-        known, of_value = _RNG_OF.get(name, (None, None))
-        if of_value is None:
+        if name not in _RNG_OF:
             continue
+        generator, of_value = _RNG_OF[name]
         try:
             content = json.dumps(of_value(*plain(value, budget, 0))).encode()
         except (NotPlain, TypeError, ValueError, OverflowError):
             # Whatever has this name is not what the generator gives.
             continue
-        assembly.add_made(f"rng.rank_{rank}.{known}", "uint8", (len(content),), content)
+        assembly.add_made(f"rng.rank_{rank}.{generator}", "uint8", (len(content),), content)
 
 
 def _python_rng(version: Any, internal: Any, gauss: Any) -> list[Any]:
@@ -108,7 +109,11 @@ def _numpy_rng(kind: Any, keys: Any, position: Any, has_gauss: Any, cached: Any)
     return [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)]
 
 
-_RNG_OF = {"random": ("python", _python_rng), "python": ("python", _python_rng), "numpy": ("numpy", _numpy_rng)}
+_RNG_OF: dict[str, tuple[str, Callable[..., list[Any]]]] = {
+    "random": ("python", _python_rng),
+    "python": ("python", _python_rng),
+    "numpy": ("numpy", _numpy_rng),
+}
 
 
 def number_of(value: Stored, source: RankFile, assembly: Assembly, key: str) -> float:
@@ -178,7 +183,7 @@ def manifest_at(
 
 def _encoded(notes: list[str], states: Mapping[str, Any], kind: str) -> dict[str, tagged.Json]:
     encoded = {}
-    budget = Budget(_MOST_ENTRIES)
+    budget = Budget(_MOST_STATE_ENTRIES)
     for name, state in states.items():
         where = f"{kind}.{name}"
         try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,11 +26,15 @@ from reshard.geometry.mesh import Mesh
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.plan import make_plan
 from reshard.rewrite.manifest_found import with_manifest
+from reshard.rewrite.model_hints import checked_against, read_model
 from reshard.rewrite.prepare import DEFAULT_MEMORY_BYTES, Prepared, plan_dcp, require_files
 from reshard.rewrite.run import FILE_SUFFIXES, Summary, run
 from reshard.rewrite.selection import Selection, select
 from reshard.rewrite.training_keys import MODEL, Renaming, with_renamings, with_training_keys
 from reshard.rewrite.unstack import unstacked
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FORMATS = ("dcp", "safetensors", "torch")
 FILE_BYTES = 5_000_000_000
@@ -115,6 +119,8 @@ def prepare_conversion(
         checkpoint = with_manifest(with_training_keys(opened), _writers(opened))
         if wanted.unstack:
             checkpoint = unstacked(checkpoint, wanted.unstack)
+        if hints is not None and hints.model is not None:
+            checkpoint = checked_against(checkpoint, hints.model)
         checkpoint = with_renamings(checkpoint, wanted.renamings)
         selection = select(checkpoint, wanted.only, wanted.dtype, wanted.drop)
         budget = Budget.of(memory_bytes, processes)
@@ -143,6 +149,9 @@ def convert(
     weights: str = "masters",
     layout: str | os.PathLike[str] | None = None,
     param_order: str | os.PathLike[str] | None = None,
+    model: str | nn.Module | Callable[[], nn.Module] | None = None,
+    hf_config: str | os.PathLike[str] | None = None,
+    wrap: Iterable[str] = (),
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     force: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -157,6 +166,9 @@ def convert(
         world_size: ranks to shard DCP for.
         weights: ``masters`` or ``stored``.
         layout, param_order: JSON files, where the source lacks names.
+        model: likewise; ``package.module:factory``, a factory, or a model.
+        hf_config: a folder with the ``config.json`` of the model.
+        wrap: classes of the modules that FSDP1 wrapped, where the source does not tell.
         force: replace ``dst``.
 
     Raises:
@@ -174,7 +186,7 @@ def convert(
         unstack=tuple(unstack),
         is_file=to != "dcp" and Path(dst).suffix in FILE_SUFFIXES,
     )
-    hints = Hints.read(layout, param_order, weights)
+    hints = Hints.read(layout, param_order, weights, read_model(model, hf_config, wrap))
     prepared = prepare_conversion(sources, wanted, hints, memory_bytes=memory_bytes)
     return run(prepared, Path(dst).expanduser(), force=force, progress=progress)
 

@@ -128,3 +128,31 @@ def test_it_needs_no_torch(tmp_path: Path, ranks: Path) -> None:
     for arguments in (["inspect", str(ranks)], ["convert", str(ranks), str(tmp_path / "made")]):
         result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
+
+
+def test_memory_stays_within_its_budget(tmp_path: Path) -> None:
+    """A source of more than ten times the budget, with a tensor of three times it."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank in range(4):
+        model = {f"layer.{number}": torch.full((256, 4096), float(number)) for number in range(8)}
+        torch.save(model | {"large": torch.ones(3072, 4096)}, folder / f"model_rank_{rank}.pt")
+    command = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "convert",
+        str(folder),
+        str(tmp_path / "made"),
+        "--memory",
+        "16M",
+        "--json",
+    ]
+    result = subprocess.run([*command, "--world-size", "3"], capture_output=True, text=True, timeout=120, env=CLEAN)
+    assert result.returncode == 0, result.stderr
+    done = json.loads(result.stdout)
+    source_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    assert source_bytes > 10 * (16 << 20)
+    assert done["peak_memory_bytes"] < (16 << 20) + (128 << 20)
+    # What every rank holds whole is read from one of them.
+    assert done["bytes_read"] < 1.02 * source_bytes / 4

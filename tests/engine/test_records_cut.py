@@ -15,13 +15,13 @@ import rewriting
 import torch
 from rewriting import any_bits, rows_of, write_boxes
 
-from reshard.rewrite import run as offline
-from reshard.rewrite.prepare import prepare
 from reshard.engine import run as engine
 from reshard.engine.run import Budget, create_files, finish, segments_of, write_segments
 from reshard.engine.segment import Outcome, Segment
 from reshard.errors import CheckpointUnsound, ReshardError
 from reshard.geometry.mesh import Mesh
+from reshard.rewrite import run as offline
+from reshard.rewrite.prepare import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from rewriting import any_bits, assert_same, file_bytes, rewrite, rows_of, stock_tensors, write_boxes
 
-from reshard.rewrite import run as offline
-from reshard.rewrite.prepare import prepare
 from reshard.engine import bands, run, segment
 from reshard.engine.blocks import PAGE_BYTES
 from reshard.engine.run import Budget
 from reshard.geometry.mesh import Mesh
+from reshard.rewrite import run as offline
+from reshard.rewrite.prepare import prepare
 from reshard.verify.check.run import check
 
 COLUMNS = [((0, 0), (600, 3)), ((0, 3), (600, 1)), ((0, 4), (600, 5))]

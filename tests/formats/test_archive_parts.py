@@ -15,8 +15,8 @@ import torch
 
 from reshard.formats import archive_parts
 from reshard.formats.archive_parts import ALIGNMENT
-from reshard.formats.zip_parts import ZIP64_BYTES
 from reshard.formats.torch_archive import read_tensor
+from reshard.formats.zip_parts import ZIP64_BYTES
 from reshard.index.dtypes import ITEM_BYTES
 
 SHAPES = [(), (3,), (0,), (4, 5), (2, 0, 3), (1, 2, 3, 4), (1,) * 8]

@@ -13,7 +13,8 @@ import torch
 from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.fairscale import is_fairscale, open_fairscale
-from reshard.formats.hints import FlatUnit, Hints
+from reshard.formats.flat_layout import FlatUnit
+from reshard.formats.hints import Hints
 from reshard.formats.rank_file import open_rank_file
 from reshard.formats.rank_sets import rank_sets
 from reshard.storage.byte_ranges import SourceFiles

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -350,6 +349,32 @@ def test_a_partial_sum_is_refused_by_key(tmp_path: Path) -> None:
     assert (raised.value.key, Path(str(raised.value.path)).name) == ("model.lin.w", "model_rank_0.pt")
 
 
+@pytest.mark.parametrize("local", [torch.ones(2, 2), torch.ones(3, 1), torch.ones(0, 2)])
+def test_a_part_that_is_not_that_of_its_placements(tmp_path: Path, local: torch.Tensor) -> None:
+    def content(mesh: DeviceMesh, rank: int) -> Mapping[str, Any]:
+        part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 2)), stride=(2, 1))
+        return {"model_rank_{rank}.pt": {"w": part}}
+
+    folder = write_ranks(tmp_path / "x", 2, content)
+    with pytest.raises(CheckpointUnsound, match=r"where its placements give this rank \(3, 2\)") as raised:
+        reshard.open_checkpoint(folder)
+    assert raised.value.key == "model.w"
+
+
+def test_a_rank_outside_the_mesh_holds_nothing(tmp_path: Path) -> None:
+    weight = torch.arange(5.0)
+
+    def content(mesh: DeviceMesh, rank: int) -> Mapping[str, Any]:
+        of_two = DeviceMesh("cpu", torch.arange(2))
+        if rank < 2:
+            return {"model_rank_{rank}.pt": {"w": sharded(weight, of_two, [Shard(0)])}}
+        nothing = DTensor.from_local(weight[:0].clone(), of_two, [Shard(0)], run_check=False, shape=weight.shape,
+                                     stride=weight.stride())  # fmt: skip
+        return {"model_rank_{rank}.pt": {"w": nothing}}
+
+    assert_same(converted(write_ranks(tmp_path / "x", 3, content), only="model"), {"model.w": weight})
+
+
 @pytest.mark.parametrize(
     ("other", "what"), [(torch.ones(4, 3), r"\(4, 3\)"), (torch.ones(4, 2, dtype=torch.float64), "float64")]
 )
@@ -515,6 +540,6 @@ def test_dtensors_of_fsdp2(tmp_path: Path, world: int) -> None:
     for to in FORMATS:
         assert_same(converted(folder, to), expected)
     # Nothing is left of where it was read.
-    assert sorted(os.listdir(folder)) == sorted(
+    assert {path.name for path in folder.iterdir()} == {
         f"{kind}_world_size_{world}_rank_{rank}.pt" for kind in ("model", "optim") for rank in range(world)
-    )
+    }

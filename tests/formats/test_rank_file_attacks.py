@@ -96,7 +96,7 @@ def test_nothing_that_a_rank_file_names_is_run(
     check(folder, deep=True)
     if place != "root":
         reshard.convert(folder, tmp_path / "made", to="torch", only="model")
-        assert torch.equal(torch.load(tmp_path / "made" / "pytorch_model.bin")["w"], WEIGHT)
+        assert torch.equal(torch.load(tmp_path / "made" / "pytorch_model.bin", weights_only=True)["w"], WEIGHT)
     assert not marker.exists()
 
 
@@ -257,7 +257,7 @@ def test_a_few_bytes_do_not_unfold_without_end(tmp_path: Path, bomb: str) -> Non
         reshard.convert(path, tmp_path.parent / f"{tmp_path.name}-made", to="torch")
     except ReshardError as error:
         assert str(path.parent) in str(error)
-    # Two million entries are looked at where there is room for them, and no more.
+    # As many entries are looked at as the largest of optimizers has, and no more.
     assert time.process_time() - start_s < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200_000
 
@@ -334,6 +334,15 @@ def test_a_storage_shorter_than_its_tensor(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnsound, match="ends at byte 20 of a storage of 16") as raised:
         reshard.open_checkpoint(path)
     assert raised.value.key == "model.w" and path.name in str(raised.value)
+
+
+def test_a_tensor_larger_than_any(tmp_path: Path) -> None:
+    """Its one stored element stands for all, so that no storage is too short."""
+    spread = _MEMO_FREE_TENSOR.replace(b"K\x04\x85K\x01\x85", _HUGE + _HUGE + b"\x86K\x00K\x00\x86")
+    path = with_pickle(tmp_path / "model_world_size_1_rank_0.pt", _model(spread))
+    with pytest.raises(CheckpointUnsound, match="no tensor has this shape") as raised:
+        reshard.open_checkpoint(path)
+    assert raised.value.key == "model.w"
 
 
 def test_a_storage_that_is_not_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real checkpoints of other tools, converted: every tensor bit for bit and nothing else, read by stock torch as well."""
+"""Real checkpoints of other tools, converted: every tensor bit for bit, nothing else; read by stock torch as well."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +27,7 @@ import pytest
 import rewriting
 import sharded
 import torch
+from faults import REFUSED, in_child
 from rewriting import any_bits, assert_same, rewrite, rows_of, stock_tensors, write_boxes
 
 from reshard.engine import run as engine
@@ -37,8 +37,6 @@ from reshard.geometry.mesh import Mesh
 from reshard.rewrite import run as offline
 from reshard.rewrite.prepare import prepare
 from reshard.storage.shared_work import SharedWork
-
-REFUSED, UNEXPECTED = 3, 4
 
 STATE = {
     "model.a": any_bits((40, 33), torch.float32, 1),
@@ -479,23 +477,6 @@ def small_run(source: Path, destination: Path, ranks: int, force: bool = False, 
         return offline.run(replace(prepared, budget=Budget(2, 4096)), destination, force=force, **options)
     finally:
         engine.SEGMENT_BYTES, engine.SETTLE_S = usual
-
-
-def in_child(action: Callable[[], Any]) -> int:
-    """The wait status of a forked child that runs ``action``."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    status = UNEXPECTED
-    try:
-        action()
-        status = 0
-    except ReshardError:
-        status = REFUSED
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def interrupted(source: Path, destination: Path, ranks: int, at: int, **options: Any) -> None:

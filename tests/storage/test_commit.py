@@ -5,10 +5,10 @@ import re
 import signal
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 import pytest
+from faults import REFUSED, in_child
 
 from reshard.errors import CheckpointUnsound, Fenced, StorageError, UsageError
 from reshard.storage import commit
@@ -19,8 +19,6 @@ from reshard.storage.steps import committed_steps, uncommitted
 
 # Every operation that changes or lists a file system, as Python reports it, whichever of its functions was called.
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
-
-STORAGE_ERROR, UNEXPECTED_ERROR = 3, 4
 
 
 def files_of(step, version):
@@ -98,23 +96,6 @@ def save_step_30(run, replace, faults):
     prune(run, Retention(2), lambda path: True)
 
 
-def in_child(action):
-    """The wait status of a forked child that runs `action`."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    status = UNEXPECTED_ERROR
-    try:
-        action()
-        status = 0
-    except StorageError:
-        status = STORAGE_ERROR
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
 def strike_with_kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -175,7 +156,7 @@ def test_a_fault_at_every_operation_of_a_commit(tmp_path, fault, replace):
         if status == 0:
             assert numbers(run) == [20, 30] and content(run / "step-30") == files_of(30, "new")
             break
-        expected = signal.SIGKILL if fault == "kill" else STORAGE_ERROR << 8
+        expected = signal.SIGKILL if fault == "kill" else REFUSED << 8
         assert status == expected, f"operation {at}"
         check_that_the_run_goes_on(run)
     # Claim, sweep, stage, flush, rename and prune come to far more: fewer would mean that faults were not injected.

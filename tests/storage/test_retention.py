@@ -9,16 +9,16 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import REFUSED, in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.errors import CheckpointNotFound, ReshardError, UsageError
+from reshard.errors import CheckpointNotFound, UsageError
 from reshard.storage.commit import Stage, abandon_later, claim
 from reshard.storage.retention import (
     Best,
@@ -352,7 +352,6 @@ def test_the_step_that_a_run_was_set_back_to_stays_until_that_is_over(tmp_path: 
 
 # Every operation that changes or lists a file system, as Python reports it, whichever of its functions was called.
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
-FAILED, UNEXPECTED = 3, 4
 
 
 def before_operation(run: Path, at: int, *strikes: Callable[[], None]) -> None:
@@ -378,23 +377,6 @@ def before_operation(run: Path, at: int, *strikes: Callable[[], None]) -> None:
                 is_striking = False
 
     sys.addaudithook(hook)
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """The wait status of a forked child that runs `action`."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    status = UNEXPECTED
-    try:
-        action()
-        status = 0
-    except ReshardError:
-        status = FAILED
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def no_space() -> None:
@@ -427,7 +409,7 @@ def test_a_fault_at_every_operation_of_a_removal(tmp_path: Path, strike: Callabl
         if status == 0:
             assert names(run) == ["PINNED-step-20", "step-20", "step-40"]
             break
-        assert status == (signal.SIGKILL if strike is die else FAILED << 8), f"operation {at}"
+        assert status == (signal.SIGKILL if strike is die else REFUSED << 8), f"operation {at}"
         claim(run, "next")
         assert uncommitted(run) == []
         assert all(is_whole(folder.path) for folder in committed_steps(run))
@@ -521,7 +503,7 @@ def test_a_removal_at_any_moment_of_a_pin(tmp_path: Path) -> None:
             assert status == 0
             break
         # Either the removal came first and the pin fails, or the pin did and the step stays.
-        assert status == (0 if stays else FAILED << 8), f"operation {at}"
+        assert status == (0 if stays else REFUSED << 8), f"operation {at}"
         outcomes.add(stays)
         assert uncommitted(run) == []
     assert outcomes == {True, False}

@@ -23,6 +23,7 @@ import lab
 import pytest
 import ranks
 import torch
+from faults import REFUSED, in_child
 from ranks import run_ranks
 from torch import nn
 
@@ -31,7 +32,6 @@ from reshard.storage.commit import ATTEMPT_FILE
 from reshard.storage.steps import committed_steps
 
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
-REFUSED, UNEXPECTED = 3, 4
 
 
 class Faults:
@@ -137,23 +137,6 @@ def attempt(run: Path, at: int, strike: Callable[[], None], lasting: bool) -> No
     history.fill(30, 1)
     history.state.step = 29
     checkpointer.step()
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """The wait status of a forked child that runs ``action``."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    status = UNEXPECTED
-    try:
-        action()
-        status = 0
-    except ReshardError:
-        status = REFUSED
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def load(run: Path, step: int | None = None) -> tuple[int, int]:
