@@ -159,6 +159,19 @@ def _piece_names(states: Sequence[RankState], names: Mapping[str, str]) -> set[s
     return found
 
 
+def _whole_names(
+    states: Sequence[RankState], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """Parameters of a model that were not to be wrapped: every rank has them in their own shapes."""
+    contents = [state.model.content for state in states if state.model]
+    whole = {
+        name
+        for spelled, name in names.items()
+        if name in shapes and all(getattr(content.get(spelled), "shape", None) == shapes[name] for content in contents)
+    }
+    return whole - _piece_names(states, names)
+
+
 def _is_flat(name: str, value: object) -> bool:
     return isinstance(value, Held) and len(value.shape) == 1 and name.rpartition(".")[2] in _FLAT_NAMES
 
@@ -168,7 +181,8 @@ def _units(
 ) -> dict[str, FlatUnit] | None:
     """The unit of each flat parameter; None where nothing says it."""
     named = {key.rpartition(".")[0]: key for key in keys}
-    units = hints.units_of(named, assembly.folder)
+    outside = _whole_names(states, names, hints.model.parameters) if hints.model is not None else ()
+    units = hints.units_of(named, assembly.folder, outside)
     if units is None:
         units = _units_of_pieces(assembly, named, states, names, hints)
     if units is None:

@@ -33,6 +33,7 @@ from reshard.formats.sharded_classes import Held
 from reshard.index.names import canonical_names
 
 NAME = "fsdp-ranks"
+_RNG_KEYS = ("rng", "rng_state", "random_states")
 _EXPECTED = "torch.distributed."
 _STEP_IN_NAME = re.compile(r"(?:global_?step|step|iter)[_-]?(\d+)", re.IGNORECASE)
 
@@ -71,6 +72,8 @@ def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence
         parts.append("optimizer")
     schedulers = _schedulers(states[0])
     rng_ranks = _rng(assembly, states)
+    if left_out := sorted({key for state in states for key in state.rest} - {"scheduler", *_RNG_KEYS}):
+        assembly.notes.append(f"left out, for nothing here knows what it is: {', '.join(left_out)}")
     manifest = rescued.manifest_of(
         assembly,
         step=_step(assembly, states),
@@ -104,10 +107,14 @@ def _optimizer(
     if not holders:
         return None
     if missing := [state.rank for state in states if state.optimizer is None]:
-        raise CheckpointUnsound(
+        fault = CheckpointUnsound(
             "an optimizer that not every rank saved", path=assembly.folder, found=f"none of ranks {missing}",
             hint="rank 0's part alone is no optimizer: leave it out with --only model",
         )  # fmt: skip
+        if hints.optimizer == "named":
+            raise fault
+        assembly.notes.append(str(fault))
+        return None
     assert holders[0].optimizer is not None
     groups = list(holders[0].optimizer.content["param_groups"])
     by_id = _names(assembly, holders, groups, names, hints)
@@ -169,7 +176,7 @@ def _rng(assembly: Assembly, states: Sequence[RankState]) -> int:
     """Adds the random states; of how many ranks there are any."""
     count = 0
     for state in states:
-        for key in ("rng", "rng_state", "random_states"):
+        for key in _RNG_KEYS:
             if key in state.rest and isinstance(state.rest[key][0], dict):
                 content, source = state.rest[key]
                 rescued.add_rng(assembly, state.rank, content, source)

@@ -38,13 +38,18 @@ class Hints:
     model: ModelOutline | None = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
 
-    def units_of(self, names: Collection[str], path: Path) -> Mapping[str, FlatUnit] | None:
+    def units_of(
+        self, names: Collection[str], path: Path, outside: Collection[str] = ()
+    ) -> Mapping[str, FlatUnit] | None:
         """The units that were given, or those of the model where files name its wrapped modules; None without either.
+
+        Args:
+            outside: parameters that the files have by themselves, in no unit.
 
         Raises:
             UsageError: the model has no such modules.
         """
-        return self.model.units(names, path) if self.units is None and self.model is not None else self.units
+        return self.model.units(names, path, outside) if self.units is None and self.model is not None else self.units
 
     @property
     def orders(self) -> list[list[str]]:

@@ -53,8 +53,11 @@ class ModelOutline:
         names = [name for name in self.modules or () if name in units]
         return [[name for name in names if units[name]], names]
 
-    def units(self, found: Collection[str], path: Path) -> dict[str, FlatUnit]:
+    def units(self, found: Collection[str], path: Path, outside: Collection[str] = ()) -> dict[str, FlatUnit]:
         """The units of a model of which files name them.
+
+        Args:
+            outside: parameters that are in none of them.
 
         Raises:
             UsageError: it has no such modules, or others were to be wrapped.
@@ -72,7 +75,7 @@ class ModelOutline:
                 expected=_listed(map(repr, sorted(found))), found=_listed(map(repr, sorted(wrapped))),
                 hint=f"leave --wrap out, or give the classes at these names: {_listed(classes) or 'none'}",
             )  # fmt: skip
-        return self._split(found)
+        return self._split(found, outside)
 
     def wrapped_units(self) -> dict[str, FlatUnit]:
         """The units as ``wrap`` has them, in a model whose files do not name any.
@@ -96,11 +99,11 @@ class ModelOutline:
     def _is_meant(self, name: str, wanted: str) -> bool:
         return bool(name) and ((self.modules or {})[name] == wanted or f".{name}".endswith(f".{wanted}"))
 
-    def _split(self, names: Collection[str]) -> dict[str, FlatUnit]:
+    def _split(self, names: Collection[str], outside: Collection[str] = ()) -> dict[str, FlatUnit]:
         """Each parameter is in the innermost unit around it."""
         inside: dict[str, list[str]] = {name: [] for name in names}
         for fqn in self.parameters:
-            if (unit := innermost(fqn, inside)) is not None:
+            if fqn not in outside and (unit := innermost(fqn, inside)) is not None:
                 inside[unit].append(fqn)
         return {
             name: unpadded_unit(

@@ -128,6 +128,25 @@ def test_the_outline_knows_ties_classes_and_what_is_frozen() -> None:
     assert units["blocks.1"].fqns[0] == "blocks.1.ln1.weight"
 
 
+def test_a_parameter_that_was_not_to_be_wrapped(tmp_path: Path) -> None:
+    source = tmp_path / "ranks"
+    source.mkdir()
+    for file in sorted(peers.folder(FLAT).glob("*rank*")):
+        content = torch.load(file, weights_only=False)
+        content["model"]["extra.w"] = torch.ones(2, 3)
+        torch.save(content, source / file.name)
+
+    def model() -> Model:
+        made = Model()
+        made.add_module("extra", nn.ParameterDict({"w": torch.ones(2, 3)}).requires_grad_(False))
+        return made
+
+    reshard.convert(source, tmp_path / "made", model=model)
+    found = stock_tensors(tmp_path / "made")
+    assert found.pop("model.extra.w").tolist() == [[1.0] * 3] * 2
+    assert_expected(FLAT, found)
+
+
 def test_shapes_that_another_part_of_the_checkpoint_has(tmp_path: Path) -> None:
     expected = peers.expected(ORIG)
     shapes = {
