@@ -16,6 +16,8 @@ from reshard.plan import Layout
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# Without it, transformers refuses the file.
+_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,8 @@ def lay_out_safetensors(
     for number, group in enumerate(groups):
         # Wide elements first, so that all are aligned.
         group.sort(key=lambda tensor: -ITEM_BYTES[dtypes[tensor]])
-        header, begins = header_bytes((names[tensor], dtypes[tensor], source.shapes[tensor]) for tensor in group)
+        named = [(names[tensor], dtypes[tensor], source.shapes[tensor]) for tensor in group]
+        header, begins = header_bytes(named, _METADATA)
         headers[len(order)] = header
         order += group
         file += [number] * len(group)

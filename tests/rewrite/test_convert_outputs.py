@@ -164,6 +164,24 @@ def test_configuration_and_tokenizer_come_along(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "config.json").read_text() == '"config.json"'
 
 
+def test_transformers_loads_what_was_converted(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
+    config = transformers.LlamaConfig(**options, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(config)
+    source = saved(tmp_path / "source", {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    config.save_pretrained(source)
+    reshard.convert(source, tmp_path / "made", to="safetensors", only="model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
 def test_a_file_of_torch_beyond_four_gigabytes_has_the_wide_fields(tmp_path: Path) -> None:
     """Laid out only: what a reader needs of such a file is in its directory."""
     source = saved(tmp_path / "source", {"model.a": torch.zeros(2, 2)})

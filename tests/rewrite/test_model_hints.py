@@ -11,7 +11,7 @@ from typing import Any
 import peers
 import pytest
 import torch
-from legacy import sharded, write_ranks
+from legacy import fake_rank, sharded, write_ranks
 from rewriting import bits, stock_tensors
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -131,10 +131,11 @@ def test_the_outline_knows_ties_classes_and_what_is_frozen() -> None:
 def test_a_parameter_that_was_not_to_be_wrapped(tmp_path: Path) -> None:
     source = tmp_path / "ranks"
     source.mkdir()
-    for file in sorted(peers.folder(FLAT).glob("*rank*")):
-        content = torch.load(file, weights_only=False)
-        content["model"]["extra.w"] = torch.ones(2, 3)
-        torch.save(content, source / file.name)
+    for rank, file in enumerate(sorted(peers.folder(FLAT).glob("*rank*"))):
+        with fake_rank(rank, 4):
+            content = torch.load(file, weights_only=False)
+            content["model"]["extra.w"] = torch.ones(2, 3)
+            torch.save(content, source / file.name)
 
     def model() -> Model:
         made = Model()
