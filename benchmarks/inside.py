@@ -28,8 +28,8 @@ from shapes import Shapes, llama_405b
 
 import reshard.cli.main
 import reshard.cli.progress
-import reshard.rewrite.run as offline
 import reshard.rewrite.prepare as prepare
+import reshard.rewrite.run as offline
 from reshard.formats.dcp_metadata import FILE_NAME
 from reshard.formats.dcp_metadata_writer import metadata_bytes
 from reshard.formats.dcp_output import lay_out_dcp

@@ -14,8 +14,8 @@ from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats import flat_model, flat_ranks
 from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.flat_units import Parts, laid_out, parts_of
 from reshard.formats.flat_layout import FlatUnit
+from reshard.formats.flat_units import Parts, laid_out, parts_of
 from reshard.formats.hints import Hints
 from reshard.formats.rank_file import open_rank_files
 from reshard.formats.rank_state import RankState, rank_state
