@@ -11,12 +11,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.dcp.exchange import exchange
+from reshard.dcp.locating import locate
 from reshard.dcp.objects import object_from_bytes
 from reshard.dcp.ranks import Ranks
 from reshard.dcp.shards import Shard, TensorSink, as_array, shards_of
@@ -135,11 +136,13 @@ def plan_filling(values: dict[str, Any], source: Checkpoint, ranks: Ranks, *, al
         [True] * len(shards),
     )
     shares = share(held, ranks)
-    pieces: Pieces | None = None
+    planned: _Planned | None = None
     with ranks.together():
-        pieces = _pieces(source, shards, shares, ranks.rank)
-    assert pieces is not None
-    return Filling(values, source, ranks, shards, held, shares, pieces)
+        planned = _planned(source, shards, shares, ranks.rank)
+    assert planned is not None
+    # Now, while a damaged container changes nothing yet.
+    locate(source, np.unique(planned.rows), ranks)
+    return Filling(values, source, ranks, shards, held, shares, planned.pieces(source))
 
 
 def _require_match(values: Mapping[str, Any], shards: Sequence[Shard], source: Checkpoint, allow_cast: bool) -> None:
@@ -184,8 +187,29 @@ def _require_match(values: Mapping[str, Any], shards: Sequence[Shard], source: C
     raise StateMismatch(what, path=source.path, key=key, expected=expected, found=found, hint=hint, details=details)
 
 
-def _pieces(source: Checkpoint, shards: Sequence[Shard], shares: Shares, rank: int) -> Pieces:
-    """What this rank reads, and into which memory."""
+class _Planned(NamedTuple):
+    """What a rank reads: boxes of shards, and the pieces of chunks that they are made of.
+
+    Attributes:
+        wanted: shard and number of the tensor, of each box.
+        of_wanted: the box of each piece.
+        rows, low, sizes: chunk row and global box of each piece.
+    """
+
+    wanted: list[tuple[Shard, int]]
+    of_wanted: Int
+    rows: Int
+    low: Int
+    sizes: Int
+
+    def pieces(self, source: Checkpoint) -> Pieces:
+        """These, and the memory that they belong to."""
+        targets = _targets(source.index.dtypes, self.wanted, self.of_wanted.tolist(), self.low, self.sizes)
+        return Pieces(self.rows, self.low - source.index.offsets[self.rows], self.sizes, targets)
+
+
+def _planned(source: Checkpoint, shards: Sequence[Shard], shares: Shares, rank: int) -> _Planned:
+    """What this rank reads."""
     index = source.index
     wanted = []
     for number, (shard, taker, group) in enumerate(
@@ -208,12 +232,8 @@ def _pieces(source: Checkpoint, shards: Sequence[Shard], shares: Shares, rank: i
     layout = Layout(tensor, offsets, sizes, np.zeros(len(wanted), dtype=np.int64))
     plan = make_plan(index, layout)
     low, sizes = piece_boxes(index, layout, plan, slice(None))
-    rows = plan.source.astype(np.int64)
-    # Now, while a damaged container changes nothing yet.
-    source.locate(np.unique(rows))
-    of_wanted = plan.wanted.tolist()
-    targets = _targets(index.dtypes, [(shards[box[3]], box[0]) for box in wanted], of_wanted, low, sizes)
-    return Pieces(rows, low - index.offsets[rows], sizes, targets)
+    boxes = [(shards[box[3]], box[0]) for box in wanted]
+    return _Planned(boxes, plan.wanted.astype(np.int64), plan.source.astype(np.int64), low, sizes)
 
 
 def _targets(

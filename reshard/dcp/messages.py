@@ -19,8 +19,17 @@ T = TypeVar("T")
 
 def largest(number: int, group: dist.ProcessGroup | None) -> int:
     """The largest over all ranks of the group, on each of them."""
+    return _reduced(number, dist.ReduceOp.MAX, group)
+
+
+def total(number: int, group: dist.ProcessGroup | None) -> int:
+    """The sum over all ranks of the group, on each of them."""
+    return _reduced(number, dist.ReduceOp.SUM, group)
+
+
+def _reduced(number: int, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> int:
     box = torch.tensor([number], dtype=torch.int64)
-    dist.all_reduce(box, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(box, operation, group=group)
     return int(box.item())
 
 

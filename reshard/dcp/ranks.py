@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from reshard.dcp.messages import broadcast, collect, hand_out, largest
+from reshard.dcp.messages import broadcast, collect, hand_out, largest, total
 from reshard.environment import control_timeout_s
 from reshard.errors import ReshardError, StorageError
 
@@ -143,6 +143,13 @@ class Ranks:
         with self.contact():
             dist.all_reduce(box, dist.ReduceOp.MAX, group=self.step_group)
         return box.tolist()
+
+    def total(self, number: int) -> int:
+        """The sum over all ranks."""
+        if self.size == 1:
+            return number
+        with self.contact():
+            return total(number, self.group)
 
     def is_any(self, value: bool) -> bool:
         """Whether it is so on any rank."""

@@ -20,11 +20,13 @@ from sharded import write_sharded
 from torch.distributed.device_mesh import init_device_mesh
 
 import reshard.dcp.api
-from reshard import dcp
-from reshard.dcp.ranks import alone
+from reshard import ReshardError, dcp
+from reshard.dcp.filling import open_on, plan_filling
+from reshard.dcp.ranks import all_ranks, alone
 from reshard.dcp.sharing import CUT_BYTES, Held, _dealt, part_rows, share
 from reshard.dcp.writing import STAGING_BYTES
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.dcp import open_dcp
 
 MIB = 1 << 20
 
@@ -163,6 +165,49 @@ def test_replicas_are_read_once_on_a_machine(reads: list[Any], layout: str, copi
     assert read <= needed / copies * 1.02
     each = [found[layout][1] for found in reads]
     assert max(each) / (sum(each) / len(each)) <= 1.05
+
+
+def locate_in_a_job(folder: str) -> tuple[int, int, set[str]]:
+    """Bytes that this rank reads to find its chunks, that one process reads to find all, and the files opened."""
+    values = {name: layouts._shard0(torch.zeros_like(tensor), init_device_mesh("cpu", (dist.get_world_size(),)))
+              for name, tensor in megabytes(6, 4, seed=0).items()}  # fmt: skip
+    with open_on(Path(folder), all_ranks()) as source:
+        plan_filling(values, source, all_ranks())
+        opened = {source.files.paths[file].name for file in source.files._users}
+        read = source.files.bytes_read
+    with open_dcp(Path(folder)) as whole:
+        whole.locate(np.arange(len(whole.index.file)))
+        return read, whole.files.bytes_read, opened
+
+
+def test_the_ends_of_archives_are_read_once_in_a_job(tmp_path: Path) -> None:
+    """Of two ranks that wrote, each chunk is wanted by four of the eight that load."""
+    folder = write_sharded(tmp_path / "a", megabytes(6, 4, seed=0), 2)
+    found = run_ranks(8, locate_in_a_job, str(folder))
+    assert sum(read for read, _, _ in found) <= 1.1 * found[0][1]
+    assert all(len(opened) <= 1 for _, _, opened in found)
+
+
+def load_one_of_two(folder: str) -> str:
+    live = {"w0": layouts._shard0(torch.zeros_like(megabytes(2, 4, seed=0)["w0"]), init_device_mesh("cpu", (8,)))}
+    dcp.load(live, checkpoint_id=folder)
+    assert torch.equal(live["w0"].full_tensor(), megabytes(2, 4, seed=0)["w0"])
+    try:
+        dcp.load({"w1": megabytes(2, 4, seed=0)["w1"]}, checkpoint_id=folder)
+    except ReshardError as fault:
+        return str(fault)
+    return "loaded"
+
+
+def test_a_damaged_archive_is_the_affair_of_who_wants_it(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "a", megabytes(2, 4, seed=0), 2)
+    with reshard.open_checkpoint(folder) as opened:
+        chunk = opened.index.tensor("w1").chunks[0]
+    with (folder / chunk.file).open("r+b") as file:
+        file.seek(chunk.start_bytes + chunk.length_bytes - 22)
+        file.write(bytes(22))
+    for text in run_ranks(8, load_one_of_two, str(folder)):
+        assert "w1" in text and chunk.file in text
 
 
 def read_on_two_nodes(folder: str) -> tuple[int, bytes]:
