@@ -35,9 +35,10 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "the processes share the work. A run that was cut short goes on where it stopped.",
     )
     parser.add_argument(
-        "paths", nargs="+", metavar="SRC... DST", type=Path,
-        help="the checkpoint, further folders with files of it (disks of other nodes), and last what to make",
+        "sources", nargs="+", metavar="SRC", type=Path,
+        help="the checkpoint; further folders with files of it, from the disks of other nodes",
     )  # fmt: skip
+    parser.add_argument("destination", metavar="DST", type=Path, help="what to make; appears when all is written")
     parser.add_argument(
         "--from", dest="source_format", default="auto", metavar="FORMAT",
         help="refuse any other format than this one, as inspect calls it (default: auto)",
@@ -79,23 +80,19 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _run(args: argparse.Namespace) -> int:
     from reshard.environment import launched_as, ranks_per_node
-    from reshard.errors import UsageError
     from reshard.formats.hints import Hints
     from reshard.rewrite.convert import prepare_conversion
     from reshard.rewrite.model_hints import read_model
     from reshard.rewrite.run import check_destination, run
 
-    if len(args.paths) < 2:
-        raise UsageError("needs a source and a destination", key="convert", found=f"only {args.paths[0]}")
-    *sources, destination = args.paths
-    destination = destination.expanduser()
+    destination = args.destination.expanduser()
     rank, ranks, _ = launched_as()
     with first_rank_first(rank):
         model = read_model(args.model, args.hf_config, args.wrap)
         hints = Hints.read(args.layout, args.param_order, args.weights, model)
         processes = 1 if ranks == 1 else ranks_per_node(ranks)
         wanted = _wanted(args, destination)
-        prepared = prepare_conversion(sources, wanted, hints, memory_bytes=args.memory, processes=processes)
+        prepared = prepare_conversion(args.sources, wanted, hints, memory_bytes=args.memory, processes=processes)
         check_destination(prepared, destination, force=args.force)
     checkpoint = prepared.checkpoint
     fields = {"from": checkpoint.format, "to": args.to, **plan_fields(prepared), "notes": list(checkpoint.notes)}

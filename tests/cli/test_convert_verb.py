@@ -85,7 +85,7 @@ def test_files_of_several_nodes(tmp_path: Path, ranks: Path, capsys: pytest.Capt
 
 def test_what_cannot_be_meant(tmp_path: Path, ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands: dict[str, list[Any]] = {
-        "needs a source and a destination": [ranks],
+        "the following arguments are required: DST": [ranks],
         "no such file or folder": [tmp_path / "nowhere", tmp_path / "made"],
         "the destination overlaps the source": [ranks, ranks / "made"],
         "not a renaming": [ranks, tmp_path / "made", "--rename", "abc"],
