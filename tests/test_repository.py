@@ -214,6 +214,7 @@ def test_the_command_line_is_frozen() -> None:
             "--only",
             "--param-order",
             "--rename",
+            "--tied",
             "--to",
             "--unstack",
             "--weights",

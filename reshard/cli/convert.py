@@ -60,6 +60,10 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="where the source has fp32 masters beside 16-bit weights, which become the model's (default: masters)",
     )  # fmt: skip
     parser.add_argument(
+        "--tied", default="copy", choices=["copy", "alias"],
+        help="write a tied weight under each of its names, or once and record the others (default: copy)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layout", type=Path, metavar="FILE", help="FSDP1 flat: units, names and shapes (reshard.describe_flat)"
     )
     parser.add_argument(
@@ -127,6 +131,7 @@ def _wanted(args: argparse.Namespace, destination: Path) -> Conversion:
         drop=tuple(args.drop),
         renamings=tuple(map(parse_renaming, args.rename)),
         unstack=tuple(args.unstack),
+        tied=args.tied,
         is_file=args.to != "dcp" and destination.suffix in FILE_SUFFIXES,
     )
 

@@ -54,7 +54,12 @@ class _Headers:
 
 
 def lay_out_safetensors(
-    source: Index, tensors: Int, names: Mapping[int, str], dtypes: Sequence[str], most_file_bytes: int | None
+    source: Index,
+    tensors: Int,
+    names: Mapping[int, str],
+    dtypes: Sequence[str],
+    most_file_bytes: int | None,
+    tied: Mapping[str, int] | None = None,
 ) -> SafetensorsFiles:
     """Places tensors in files.
 
@@ -64,6 +69,7 @@ def lay_out_safetensors(
         names: of each, as it is to be written.
         dtypes: of every tensor of ``source`` as it is to be written.
         most_file_bytes: begin another file rather than exceed it; None for one file.
+        tied: further names of tensors, recorded in the headers under ``tied``.
 
     Raises:
         UsageError: the format has no name for a dtype.
@@ -78,7 +84,9 @@ def lay_out_safetensors(
         # Wide elements first, so that all are aligned.
         group.sort(key=lambda tensor: -ITEM_BYTES[dtypes[tensor]])
         named = [(names[tensor], dtypes[tensor], source.shapes[tensor]) for tensor in group]
-        header, begins = header_bytes(named, _METADATA)
+        others = {name: names[tensor] for name, tensor in (tied or {}).items() if tensor in group}
+        metadata = _METADATA | {"tied": json.dumps(others)} if others else _METADATA
+        header, begins = header_bytes(named, metadata)
         headers[len(order)] = header
         order += group
         file += [number] * len(group)

@@ -66,7 +66,12 @@ class _Records:
 
 
 def lay_out_torch(
-    source: Index, tensors: Int, names: Mapping[int, str], dtypes: Sequence[str], values: Mapping[str, Any]
+    source: Index,
+    tensors: Int,
+    names: Mapping[int, str],
+    dtypes: Sequence[str],
+    values: Mapping[str, Any],
+    tied: Mapping[str, int] | None = None,
 ) -> TorchFile:
     """Places tensors and values in a file.
 
@@ -76,12 +81,17 @@ def lay_out_torch(
         names: of each, as it is to be written.
         dtypes: of every tensor of ``source`` as it is to be written.
         values: plain values by key, written into the pickle.
+        tied: further names of tensors, which share their storage.
     """
     layout, box, payload_bytes = whole_boxes(source, tensors, np.zeros(len(tensors), dtype=np.int64), dtypes)
     heads: list[bytes] = []
     entries: list[_Entry] = []
     payload_start: list[int] = []
-    small = {"data.pkl": _pickle(source, tensors, names, dtypes, values), "byteorder": b"little", "version": b"3\n"}
+    small = {
+        "data.pkl": _pickle(source, tensors, names, dtypes, values, tied or {}),
+        "byteorder": b"little",
+        "version": b"3\n",
+    }
     leading = b""
     for name, content in small.items():
         crc = crc32(content)
@@ -116,14 +126,17 @@ def lay_out_torch(
 
 
 def _pickle(
-    source: Index, tensors: Int, names: Mapping[int, str], dtypes: Sequence[str], values: Mapping[str, Any]
+    source: Index,
+    tensors: Int,
+    names: Mapping[int, str],
+    dtypes: Sequence[str],
+    values: Mapping[str, Any],
+    tied: Mapping[str, int],
 ) -> bytes:
     parts = [b"\x80\x02}("]
-    for number, tensor in enumerate(tensors.tolist()):
-        parts += (
-            text_instruction(names[tensor]),
-            tensor_instructions(dtypes[tensor], source.shapes[tensor], f"{number}"),
-        )
+    storage = {tensor: f"{number}" for number, tensor in enumerate(tensors.tolist())}
+    for name, tensor in [*((names[tensor], tensor) for tensor in storage), *tied.items()]:
+        parts += text_instruction(name), tensor_instructions(dtypes[tensor], source.shapes[tensor], storage[tensor])
     for key, value in values.items():
         # Without the protocol before it and the STOP behind; what it memoises, only it refers to.
         parts += text_instruction(key), pickle.dumps(value, protocol=2)[2:-1]

@@ -30,6 +30,7 @@ from reshard.rewrite.model_hints import checked_against, read_model
 from reshard.rewrite.prepare import DEFAULT_MEMORY_BYTES, Prepared, plan_dcp, require_files
 from reshard.rewrite.run import FILE_SUFFIXES, Summary, run
 from reshard.rewrite.selection import Selection, select
+from reshard.rewrite.tied import aliases_of, without
 from reshard.rewrite.training_keys import MODEL, Renaming, with_renamings, with_training_keys
 from reshard.rewrite.unstack import unstacked
 
@@ -60,6 +61,7 @@ class Conversion:
         drop: beginnings of keys to leave out.
         renamings: of parameters.
         unstack: modules whose layers are stacked.
+        tied: ``copy`` writes each name of a tied weight, ``alias`` one of them.
         is_file: whether the destination is to be one file.
     """
 
@@ -71,6 +73,7 @@ class Conversion:
     drop: tuple[str, ...] = ()
     renamings: tuple[Renaming, ...] = ()
     unstack: tuple[str, ...] = ()
+    tied: str = "copy"
     is_file: bool = False
 
 
@@ -107,6 +110,8 @@ def prepare_conversion(
     """
     if wanted.to not in FORMATS:
         raise UsageError("not a format to write", key="--to", expected=" ".join(FORMATS), found=wanted.to)
+    if wanted.tied not in ("copy", "alias"):
+        raise UsageError("no such choice", key="--tied", expected="copy or alias", found=wanted.tied)
     started_s = time.monotonic()
     optimizer = "left out" if wanted.only == "model" else "named"
     opened = open_checkpoint(sources[0], sources[1:], replace(hints or Hints(), optimizer=optimizer))
@@ -123,12 +128,14 @@ def prepare_conversion(
             checkpoint = checked_against(checkpoint, hints.model)
         checkpoint = with_renamings(checkpoint, wanted.renamings)
         selection = select(checkpoint, wanted.only, wanted.dtype, wanted.drop)
+        aliases = aliases_of(checkpoint, selection) if wanted.tied == "alias" else {}
+        checkpoint, selection = _told(checkpoint, aliases), without(selection, aliases)
         budget = Budget.of(memory_bytes, processes)
         beside = _beside(checkpoint, wanted)
         if wanted.to == "dcp":
             mesh = wanted.mesh or Mesh(max(1, math.ceil(_bytes(checkpoint, selection) / FILE_BYTES)))
             return plan_dcp(checkpoint, selection, mesh, wanted.only, beside, [], budget, started_s)
-        return _plan_whole(checkpoint, selection, wanted, beside, budget, started_s)
+        return _plan_whole(checkpoint, selection, aliases, wanted, beside, budget, started_s)
     except BaseException:
         opened.close()
         raise
@@ -147,6 +154,7 @@ def convert(
     rename: Iterable[str] = (),
     unstack: Iterable[str] = (),
     weights: str = "masters",
+    tied: str = "copy",
     layout: str | os.PathLike[str] | None = None,
     param_order: str | os.PathLike[str] | None = None,
     model: str | nn.Module | Callable[[], nn.Module] | None = None,
@@ -165,6 +173,7 @@ def convert(
         to: ``dcp``, ``safetensors`` or ``torch``.
         world_size: ranks to shard DCP for.
         weights: ``masters`` or ``stored``.
+        tied: ``copy`` or ``alias``.
         layout, param_order: JSON files, where the source lacks names.
         model: likewise; ``package.module:factory``, a factory, or a model.
         hf_config: a folder with the ``config.json`` of the model.
@@ -184,6 +193,7 @@ def convert(
         drop=tuple(drop),
         renamings=tuple(map(parse_renaming, rename)),
         unstack=tuple(unstack),
+        tied=tied,
         is_file=to != "dcp" and Path(dst).suffix in FILE_SUFFIXES,
     )
     hints = Hints.read(layout, param_order, weights, read_model(model, hf_config, wrap))
@@ -191,9 +201,16 @@ def convert(
     return run(prepared, Path(dst).expanduser(), force=force, progress=progress)
 
 
+def _told(checkpoint: Checkpoint, aliases: dict[int, int]) -> Checkpoint:
+    names = checkpoint.index.names
+    notes = [f"stored once: {names[number]} is another name of {names[first]}" for number, first in aliases.items()]
+    return replace(checkpoint, notes=(*checkpoint.notes, *notes))
+
+
 def _plan_whole(
     checkpoint: Checkpoint,
     selection: Selection,
+    aliases: dict[int, int],
     wanted: Conversion,
     beside: list[Path],
     budget: Budget,
@@ -201,15 +218,18 @@ def _plan_whole(
 ) -> Prepared:
     """Plans files of whole tensors."""
     index, tensors = checkpoint.index, selection.tensors
-    names = {number: index.names[number] for number in tensors.tolist()}
+    names = {number: index.names[number] for number in [*tensors.tolist(), *aliases]}
     if wanted.only == "model":
         # What loads a model by name knows nothing of a training state.
         names = {number: name.removeprefix(MODEL) for number, name in names.items()}
+    tied = {names[number]: first for number, first in aliases.items()}
     files: SafetensorsFiles | TorchFile
     if wanted.to == "safetensors":
-        files = lay_out_safetensors(index, tensors, names, selection.dtypes, None if wanted.is_file else FILE_BYTES)
+        files = lay_out_safetensors(
+            index, tensors, names, selection.dtypes, None if wanted.is_file else FILE_BYTES, tied
+        )
     else:
-        files = lay_out_torch(index, tensors, names, selection.dtypes, _values(checkpoint, selection))
+        files = lay_out_torch(index, tensors, names, selection.dtypes, _values(checkpoint, selection), tied)
     plan = make_plan(index, files.layout)
     require_files(checkpoint)
     return Prepared(

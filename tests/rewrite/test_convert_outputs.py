@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rewriting import DTYPES, any_bits, bits, file_bytes, stock_tensors, write_boxes
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import reshard
@@ -162,6 +163,25 @@ def test_configuration_and_tokenizer_come_along(tmp_path: Path) -> None:
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     assert (tmp_path / "made" / "config.json").read_text() == '"config.json"'
+
+
+def test_tied_weights_are_copied_or_recorded(tmp_path: Path) -> None:
+    """Of two names of one storage, and a third tensor that is merely equal."""
+    weight = torch.arange(6.0).reshape(3, 2)
+    torch.save({"emb": weight, "head": weight, "equal": weight.clone()}, tmp_path / "source.pt")
+    every = {"emb": weight, "head": weight, "equal": weight}
+    reshard.convert(tmp_path / "source.pt", tmp_path / "copied.safetensors", to="safetensors", only="model")
+    assert_same(load_file(tmp_path / "copied.safetensors"), every)
+    reshard.convert(tmp_path / "source.pt", tmp_path / "once.safetensors", to="safetensors", only="model", tied="alias")
+    assert_same(load_file(tmp_path / "once.safetensors"), {"emb": weight, "equal": weight})
+    with safe_open(tmp_path / "once.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["tied"]) == {"head": "emb"}
+    reshard.convert(tmp_path / "source.pt", tmp_path / "once.pt", to="torch", only="model", tied="alias")
+    found = torch.load(tmp_path / "once.pt", weights_only=True)
+    assert_same(found, every)
+    assert found["head"].data_ptr() == found["emb"].data_ptr() != found["equal"].data_ptr()
+    reshard.convert(tmp_path / "source.pt", tmp_path / "once", world_size=2, tied="alias")
+    assert set(stock_tensors(tmp_path / "once")) == {"model.emb", "model.equal"}
 
 
 def test_transformers_loads_what_was_converted(tmp_path: Path) -> None:
