@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from reshard.formats.hints import Hints, read_layout
+from reshard.formats.rescue.hints import Hints, read_layout
 
 _HERE = Path(__file__).parent
 SELECTED = _HERE / "data" / "peers"

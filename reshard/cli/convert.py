@@ -84,7 +84,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _run(args: argparse.Namespace) -> int:
     from reshard.environment import launched_as, ranks_per_node
-    from reshard.formats.hints import Hints
+    from reshard.formats.rescue.hints import Hints
     from reshard.rewrite.convert import prepare_conversion
     from reshard.rewrite.model_hints import read_model
     from reshard.rewrite.run import check_destination, run

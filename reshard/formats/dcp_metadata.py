@@ -45,7 +45,7 @@ from typing import Any, TypeVar
 
 from reshard.errors import CheckpointUnsound, StorageError
 from reshard.formats import unpickle
-from reshard.formats.sharded_classes import unknown
+from reshard.formats.rescue.sharded_classes import unknown
 from reshard.formats.unpickle import StandIn
 from reshard.index.dtypes import ITEM_BYTES, REFUSED
 from reshard.index.index import ARCHIVE, Index, IndexBuilder, Place

@@ -15,21 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, UsageError
-from reshard.formats import (
-    accelerate,
-    bytecheckpoint,
-    dcp,
-    dcp_metadata,
-    dcp_ranks,
-    deepspeed,
-    manifest,
-    megatron,
-    per_rank,
-    safetensors_file,
-    safetensors_header,
-    torch_file,
-)
-from reshard.formats.rank_sets import rank_of
+from reshard.formats import dcp, dcp_metadata, dcp_ranks, manifest, safetensors_file, safetensors_header, torch_file
+from reshard.formats.rescue import accelerate, bytecheckpoint, megatron, per_rank
+from reshard.formats.rescue.deepspeed import zero as deepspeed
+from reshard.formats.rescue.rank_sets import rank_of
 from reshard.formats.unpickle import missing_data
 from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps, uncommitted

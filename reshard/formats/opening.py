@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reshard.errors import UsageError
-from reshard.formats import accelerate, bytecheckpoint, dcp, deepspeed, megatron, per_rank, safetensors_file, torch_file
+from reshard.formats import dcp, safetensors_file, torch_file
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.hints import Hints
 from reshard.formats.identify import identify
-from reshard.formats.per_rank import PerRank
+from reshard.formats.rescue import accelerate, bytecheckpoint, megatron, per_rank
+from reshard.formats.rescue.deepspeed import zero as deepspeed
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.per_rank import PerRank
 from reshard.storage.durable import storage_errors
 
 

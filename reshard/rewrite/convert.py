@@ -17,9 +17,9 @@ from reshard.engine.run import Budget
 from reshard.engine.spans import Job
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.hints import Hints
 from reshard.formats.object_archive import object_value
 from reshard.formats.opening import open_checkpoint
+from reshard.formats.rescue.hints import Hints
 from reshard.formats.safetensors_output import SafetensorsFiles, lay_out_safetensors
 from reshard.formats.torch_output import TorchFile, lay_out_torch
 from reshard.geometry.mesh import Mesh

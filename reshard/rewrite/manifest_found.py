@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from reshard.formats import rescued
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.object_archive import object_value
+from reshard.formats.rescue import training_state
 from reshard.formats.torch_file import open_torch_file
 from reshard.index.dtypes import values
 from reshard.index.kinds import COUNTERS, kind_of
@@ -39,7 +39,7 @@ def with_manifest(checkpoint: Checkpoint, ranks: int) -> Checkpoint:
         filled = replace(known, step=known.step or _step(checkpoint), lr=rates, optimizers=optimizers)
         return replace(checkpoint, manifest=filled)
     notes: list[str] = []
-    manifest = rescued.manifest_at(
+    manifest = training_state.manifest_at(
         checkpoint.path,
         notes,
         step=_step(checkpoint),

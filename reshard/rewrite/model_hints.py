@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from reshard.errors import UsageError
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.model_outline import ModelOutline
+from reshard.formats.rescue.model_outline import ModelOutline
 from reshard.index.names import WRAPPERS, canonical_names
 from reshard.rewrite.training_keys import MODEL
 

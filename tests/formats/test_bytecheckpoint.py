@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from reshard.cli.main import main
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import bytecheckpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.hints import Hints
 from reshard.formats.opening import open_checkpoint
+from reshard.formats.rescue import bytecheckpoint
+from reshard.formats.rescue.hints import Hints
 
 Chunks = Sequence[tuple[tuple[int, ...], torch.Tensor]]
 GROUPS = [{"lr": 0.5, "betas": (0.9, 0.95), "params": ["w", "b"]}]

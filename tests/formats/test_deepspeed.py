@@ -21,8 +21,8 @@ from rewriting import assert_holds
 
 from reshard.errors import CheckpointUnsound, StateMismatch, UsageError
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.deepspeed import open_deepspeed, tag_folder
-from reshard.formats.hints import Hints
+from reshard.formats.rescue.deepspeed.zero import open_deepspeed, tag_folder
+from reshard.formats.rescue.hints import Hints
 
 PEERS = Path(__file__).resolve().parents[3] / "shared" / "peers"
 STORED = Hints(weights="stored")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats.deepspeed import is_deepspeed, open_deepspeed, tag_folder
-from reshard.formats.hints import Hints
+from reshard.formats.rescue.deepspeed.zero import is_deepspeed, open_deepspeed, tag_folder
+from reshard.formats.rescue.hints import Hints
 
 MODEL = "mp_rank_00_model_states.pt"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"

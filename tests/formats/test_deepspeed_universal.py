@@ -8,8 +8,8 @@ import torch
 from rewriting import assert_holds
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats.deepspeed import open_deepspeed
-from reshard.formats.hints import Hints
+from reshard.formats.rescue.deepspeed.zero import open_deepspeed
+from reshard.formats.rescue.hints import Hints
 
 A, B = torch.arange(1.0, 7).reshape(3, 2), torch.arange(10.0, 15)
 FROZEN = torch.full((4,), 7.0, dtype=torch.bfloat16)

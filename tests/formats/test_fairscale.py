@@ -12,11 +12,11 @@ import torch
 
 from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.fairscale import is_fairscale, open_fairscale
-from reshard.formats.flat_layout import FlatUnit
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import open_rank_file
-from reshard.formats.rank_sets import rank_sets
+from reshard.formats.rescue.fairscale import is_fairscale, open_fairscale
+from reshard.formats.rescue.flat.layout import FlatUnit
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import open_rank_file
+from reshard.formats.rescue.rank_sets import rank_sets
 from reshard.storage.byte_ranges import SourceFiles
 
 # 25 elements: 13 and 12, and one of padding, over two ranks.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.formats.fairscale import open_fairscale
-from reshard.formats.fsdp_ranks import open_ranks
-from reshard.formats.hints import Hints, read_layout
-from reshard.formats.rank_sets import rank_sets
+from reshard.formats.rescue.fairscale import open_fairscale
+from reshard.formats.rescue.fsdp_ranks import open_ranks
+from reshard.formats.rescue.hints import Hints, read_layout
+from reshard.formats.rescue.rank_sets import rank_sets
 
 PEERS = Path(__file__).resolve().parents[2].parent / "shared" / "peers"
 CASES = {

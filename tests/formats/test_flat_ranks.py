@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import flat_model, flat_ranks
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.flat_layout import FlatUnit
-from reshard.formats.flat_units import Parts, laid_out, parts_of
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import open_rank_files
-from reshard.formats.rank_state import RankState, rank_state
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat import model as flat_model
+from reshard.formats.rescue.flat import ranks as flat_ranks
+from reshard.formats.rescue.flat.layout import FlatUnit
+from reshard.formats.rescue.flat.units import Parts, laid_out, parts_of
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import open_rank_files
+from reshard.formats.rescue.rank_state import RankState, rank_state
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import Stored, StoredStorage
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.95)}

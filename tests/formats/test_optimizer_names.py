@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import UsageError
-from reshard.formats.optimizer_names import names_by_id
+from reshard.formats.rescue.optimizer_names import names_by_id
 
 PATH = Path("x/optim_rank_0.pt")
 MODEL: dict[str, tuple[int, ...]] = {"emb": (7, 3), "a.w": (4, 4), "frozen.w": (4, 4), "b.w": (4, 4), "bias": (3,)}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import reshard
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, ReshardError, UsageError
-from reshard.formats.rank_sets import rank_of, rank_sets, require_complete
+from reshard.formats.rescue.rank_sets import rank_of, rank_sets, require_complete
 from reshard.verify.check.run import check
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

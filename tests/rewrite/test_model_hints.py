@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard
 import reshard
 from reshard.cli.main import main
 from reshard.errors import UsageError
-from reshard.formats.hints import Hints
-from reshard.formats.model_order import names_in_model_order
 from reshard.formats.opening import open_checkpoint
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.model_order import names_in_model_order
 from reshard.rewrite.model_hints import outline_of, read_model
 
 FLAT, ORIG = "fsdp1_local_flat_nested_w4", "fsdp1_local_orig_nested_w4"

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.fsdp_ranks import open_ranks
-from reshard.formats.hints import Hints, read_layout
-from reshard.formats.rank_sets import rank_sets
+from reshard.formats.rescue.fsdp_ranks import open_ranks
+from reshard.formats.rescue.hints import Hints, read_layout
+from reshard.formats.rescue.rank_sets import rank_sets
 from reshard.train import describe_flat as describing
 from reshard.train.describe_flat import describe_flat
 from tests.ranks import run_ranks

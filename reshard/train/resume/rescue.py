@@ -11,9 +11,9 @@ from reshard.dcp.ranks import Ranks
 from reshard.errors import CheckpointNotFound
 from reshard.formats import dcp, safetensors_file, torch_file
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.hints import Hints
 from reshard.formats.identify import identify
 from reshard.formats.opening import open_checkpoint
+from reshard.formats.rescue.hints import Hints
 from reshard.index.index import Int
 from reshard.rewrite.manifest_found import with_manifest
 from reshard.rewrite.training_keys import with_training_keys

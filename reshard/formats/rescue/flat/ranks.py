@@ -1,7 +1,7 @@
 """FSDP1's optimizer as each rank saved its own: beside flat parameters, or beside a model by name, as verl does.
 
 verl's model file has DTensors by name, cut by rows; its optimizer file has what ``optimizer.state_dict()`` gave, cut by
-elements of the flat parameters (`reshard.formats.flat_optimizer`)::
+elements of the flat parameters (`reshard.formats.rescue.flat.optimizer`)::
 
     model    weight (5, 3): rows 0-2 | rows 3-4      bias (5,): 0-2 | 3-4
     optim    weight and bias, 20 elements flat: 0-9 | 10-19
@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.formats.assembly import Assembly
-from reshard.formats.flat_layout import FlatUnit
-from reshard.formats.flat_model import FlatModel, is_flat
-from reshard.formats.flat_optimizer import Entries, add_by_parameter, add_by_unit, add_unnamed, read_entries
-from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, Parts, laid_out, parts_of
-from reshard.formats.hints import Hints
-from reshard.formats.model_outline import ModelOutline
-from reshard.formats.rank_state import RankState, is_tensor
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat.layout import FlatUnit
+from reshard.formats.rescue.flat.model import FlatModel, is_flat
+from reshard.formats.rescue.flat.optimizer import Entries, add_by_parameter, add_by_unit, add_unnamed, read_entries
+from reshard.formats.rescue.flat.units import HOW_TO_GIVE_A_LAYOUT, Flat, Parts, laid_out, parts_of
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.model_outline import ModelOutline
+from reshard.formats.rescue.rank_state import RankState, is_tensor
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import Stored
 
 Shape = tuple[int, ...]

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
-from reshard.formats.deepspeed_files import JOIN_FIRST
-from reshard.formats.deepspeed_layout import part_numel
-from reshard.formats.deepspeed_states import ModelStates, Shape
 from reshard.formats.manifest import Manifest
 from reshard.formats.plain_values import Budget, NotPlain, plain
-from reshard.formats.rank_file import RankFile
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.deepspeed.files import JOIN_FIRST
+from reshard.formats.rescue.deepspeed.layout import part_numel
+from reshard.formats.rescue.deepspeed.states import ModelStates, Shape
+from reshard.formats.rescue.rank_file import RankFile
 from reshard.formats.torch_archive import Stored
 from reshard.index.names import canonical_names
 
@@ -74,13 +74,13 @@ def add_untrained(
     elsewhere = {*trained, *first.shared}
     for name, tensor in first.module.items():
         if name not in elsewhere and name not in placeholders:
-            assembly.add_tensor(rescued.model_key(names[name]), tensor, first.source)
+            assembly.add_tensor(training_state.model_key(names[name]), tensor, first.source)
     lost = [name for name in first.module if name in placeholders - elsewhere and name not in first.frozen_shapes]
     for name, shape in first.frozen_shapes.items():
         if name in elsewhere or (name in first.module and name not in placeholders):
             continue
         if all(name in states.frozen for states in ranks):
-            _add_frozen(assembly, rescued.model_key(names[name]), shape, name, ranks)
+            _add_frozen(assembly, training_state.model_key(names[name]), shape, name, ranks)
         else:
             lost.append(name)
     if lost:
@@ -117,7 +117,7 @@ def add_shared(assembly: Assembly, states: ModelStates, names: Mapping[str, str]
         CheckpointUnsound: what one is tied to is not there.
     """
     for name, other in states.shared.items():
-        key, of = (rescued.model_key(names[part]) for part in (name, other))
+        key, of = (training_state.model_key(names[part]) for part in (name, other))
         if of not in assembly.keys:
             raise CheckpointUnsound("tied to a weight that is not there", path=states.source.path, key=name,
                                     expected=other, found="none")  # fmt: skip
@@ -127,13 +127,13 @@ def add_shared(assembly: Assembly, states: ModelStates, names: Mapping[str, str]
 
 def add_step(assembly: Assembly, name: str, step: Any, source: RankFile) -> None:
     """Adds the step of a parameter, in the form in which torch's optimizers keep it."""
-    key = rescued.state_key(name, "step")
+    key = training_state.state_key(name, "step")
     if isinstance(step, Stored):
-        step = rescued.number_of(step, source, assembly, key)
+        step = training_state.number_of(step, source, assembly, key)
     if not isinstance(step, (int, float)):
         raise CheckpointUnsound("not a step", path=source.path, key=key, expected="a number",
                                 found=f"a {type(step).__name__}")  # fmt: skip
-    rescued.add_number(assembly, key, step)
+    training_state.add_number(assembly, key, step)
 
 
 def add_options(
@@ -146,9 +146,9 @@ def add_options(
         options = {option: value for option, value in group.items() if option != "step"}
         for option, value in options.items():
             if isinstance(value, Stored) and math.prod(value.shape) == 1:
-                options[option] = rescued.number_of(value, source, assembly, str(option))
+                options[option] = training_state.number_of(value, source, assembly, str(option))
         numbers.append(options)
-    rescued.add_groups(assembly, numbers, names)
+    training_state.add_groups(assembly, numbers, names)
     return [group.get("lr") for group in numbers]
 
 
@@ -172,8 +172,8 @@ def manifest(
     extra = {"deepspeed": counters, "client_state": _plain_entries(assembly, client, "client_state")}
     random = next((rest[key] for key in _RANDOM_STATES if isinstance(rest.get(key), dict)), None)
     if random is not None:
-        rescued.add_rng(assembly, 0, random, states.source)
-    return rescued.manifest_of(
+        training_state.add_rng(assembly, 0, random, states.source)
+    return training_state.manifest_of(
         assembly,
         step=_count(states, "global_steps"),
         ranks=ranks,

@@ -7,9 +7,9 @@ One file a rank, ``checkpoint_last-shard0.pt`` or ``checkpoint_1_500-model_part-
                "<fqn>": tensor},                                buffers, whole; in 16 bits where the model was
      "last_optimizer_state": {"state", "param_groups"},         raw: an id is a flat parameter, padding included
      "optimizer_history": [{"num_updates", "lr_scheduler_state", ...}],
-     "shard_metadata" (metaseq) or "fsdp_metadata" (fairseq):   see `reshard.formats.fairscale_metadata`
+     "shard_metadata" (metaseq) or "fsdp_metadata" (fairseq):   see `reshard.formats.rescue.fairscale_metadata`
 
-Ranks are cut as in `reshard.formats.flat_units`.
+Ranks are cut as in `reshard.formats.rescue.flat.units`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.fairscale_metadata import FLAT_NAME, flat_parameters, metadata_of
-from reshard.formats.flat_optimizer import add_by_unit, read_entries
-from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, Parts, add_part
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import RankFile, open_rank_files
-from reshard.formats.rank_sets import RankSet, require_complete
-from reshard.formats.rank_state import Part, is_optimizer, is_tensor
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.fairscale_metadata import FLAT_NAME, flat_parameters, metadata_of
+from reshard.formats.rescue.flat.optimizer import add_by_unit, read_entries
+from reshard.formats.rescue.flat.units import HOW_TO_GIVE_A_LAYOUT, Flat, Parts, add_part
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import RankFile, open_rank_files
+from reshard.formats.rescue.rank_sets import RankSet, require_complete
+from reshard.formats.rescue.rank_state import Part, is_optimizer, is_tensor
 from reshard.formats.torch_archive import Stored
 from reshard.index.names import canonical_names
 
@@ -89,7 +89,7 @@ def _assembled(assembly: Assembly, sources: Sequence[RankFile], hints: Hints) ->
     last = history[-1] if isinstance(history, list) and history and isinstance(history[-1], dict) else {}
     scheduler = last.get("lr_scheduler_state")
     updates = last.get("num_updates")
-    manifest = rescued.manifest_of(
+    manifest = training_state.manifest_of(
         assembly,
         step=updates if isinstance(updates, int) else 0,
         ranks=len(sources),
@@ -112,7 +112,7 @@ def _add_model(assembly: Assembly, sources: Sequence[RankFile], flats: Sequence[
             name = names[spelled]
             if name not in by_key:
                 if is_tensor(value):
-                    assembly.add_tensor(rescued.model_key(name), value, source)
+                    assembly.add_tensor(training_state.model_key(name), value, source)
                 continue
             flat, length = by_key[name], parts.numel(by_key[name].numel)
             if not isinstance(value, Stored) or value.shape != (length,):
@@ -120,7 +120,7 @@ def _add_model(assembly: Assembly, sources: Sequence[RankFile], flats: Sequence[
                     "not this rank's part of the flat parameter", path=source.path, key=name,
                     expected=f"{length} of {flat.numel} elements", found=getattr(value, "shape", value),
                 )  # fmt: skip
-            add_part(assembly, flat, rescued.model_key, parts.range(flat.numel, rank), value, source)
+            add_part(assembly, flat, training_state.model_key, parts.range(flat.numel, rank), value, source)
     for flat in flats:
         for name, of in flat.shared:
-            assembly.add_alias(rescued.model_key(name), rescued.model_key(of))
+            assembly.add_alias(training_state.model_key(name), training_state.model_key(of))

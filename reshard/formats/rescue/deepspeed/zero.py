@@ -1,7 +1,8 @@
 """A DeepSpeed ZeRO checkpoint: a tag folder with the model's states and every rank's part of the optimizer's.
 
-Which files there are, `reshard.formats.deepspeed_files` tells, what is in them `reshard.formats.deepspeed_states`, and
-where in the flat partitions a parameter lies `reshard.formats.deepspeed_layout`. Put together::
+Which files there are, `reshard.formats.rescue.deepspeed.files` tells, what is in them
+`reshard.formats.rescue.deepspeed.states`, and where in the flat partitions a parameter lies
+`reshard.formats.rescue.deepspeed.layout`. Put together::
 
     model.<fqn>                 a trained weight: its fp32 masters from all ranks' partitions, or, in stages 1 and 2,
                                 the 16-bit copy in the module where that is wanted
@@ -10,8 +11,9 @@ where in the flat partitions a parameter lies `reshard.formats.deepspeed_layout`
                                 a tied one: an alias, as shared_params says
     optim.state.<fqn>.<name>    moments from all ranks' partitions; ``step`` of the flat group, for each parameter
 
-Without ZeRO (stage 0), rank 0 writes the optimizer's state into the model's file: `reshard.formats.deepspeed_whole`.
-A folder with ``zero/`` in it is a universal checkpoint: `reshard.formats.deepspeed_universal`.
+Without ZeRO (stage 0), rank 0 writes the optimizer's state into the model's file:
+`reshard.formats.rescue.deepspeed.whole`. A folder with ``zero/`` in it is a universal checkpoint:
+`reshard.formats.rescue.deepspeed.universal`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.deepspeed_files import ZeroFiles, is_deepspeed, listed, tag_folder, zero_files
-from reshard.formats.deepspeed_layout import Piece, flat_states, pieces_of
-from reshard.formats.deepspeed_model import (
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.deepspeed.files import ZeroFiles, is_deepspeed, listed, tag_folder, zero_files
+from reshard.formats.rescue.deepspeed.layout import Piece, flat_states, pieces_of
+from reshard.formats.rescue.deepspeed.model import (
     add_options,
     add_shared,
     add_untrained,
@@ -37,11 +39,11 @@ from reshard.formats.deepspeed_model import (
     require_data_parallel,
     steps_done,
 )
-from reshard.formats.deepspeed_states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
-from reshard.formats.deepspeed_universal import is_universal, open_universal
-from reshard.formats.deepspeed_whole import add_optimizer
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import open_rank_file, open_rank_files
+from reshard.formats.rescue.deepspeed.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
+from reshard.formats.rescue.deepspeed.universal import is_universal, open_universal
+from reshard.formats.rescue.deepspeed.whole import add_optimizer
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import open_rank_file, open_rank_files
 from reshard.formats.torch_archive import Stored
 
 NAME = "deepspeed"
@@ -86,7 +88,7 @@ def _open_zero(assembly: Assembly, files: ZeroFiles, hints: Hints) -> Checkpoint
     zero = _Zero(assembly, states, pieces, shapes, names)
     if hints.weights == "stored" and is_stored(model, shapes):
         for name in shapes:
-            assembly.add_tensor(rescued.model_key(names[name]), model.module[name], model.source)
+            assembly.add_tensor(training_state.model_key(names[name]), model.module[name], model.source)
     else:
         if hints.weights == "stored":
             assembly.notes.append("the weights are the fp32 masters: the files have no other copy of all of them")
@@ -121,13 +123,13 @@ class _Zero:
     def add_masters(self) -> None:
         for piece in self.pieces:
             masters = self.states[piece.rank].masters[piece.group]
-            self._add(rescued.model_key(self.names[piece.name]), masters, piece)
+            self._add(training_state.model_key(self.names[piece.name]), masters, piece)
 
     def add_moments(self) -> None:
         moments = [[flat_states(state, group) for group in range(len(state.masters))] for state in self.states]
         for piece in self.pieces:
             for slot, flat in moments[piece.rank][piece.group].items():
-                self._add(rescued.state_key(self.names[piece.name], slot), flat, piece)
+                self._add(training_state.state_key(self.names[piece.name], slot), flat, piece)
 
     def _add(self, key: str, flat: Stored, piece: Piece) -> None:
         source = self.states[piece.rank].source
@@ -147,7 +149,7 @@ class _Zero:
                                                f"global_steps without the skipped ones, {numbers['step']}")  # fmt: skip
             for name in shapes:
                 for slot, value in numbers.items():
-                    rescued.add_state(self.assembly, self.names[name], str(slot), value, first.source)
+                    training_state.add_state(self.assembly, self.names[name], str(slot), value, first.source)
 
 
 def _step(assembly: Assembly, state: OptimizerStates, group: int) -> float | None:
@@ -155,7 +157,7 @@ def _step(assembly: Assembly, state: OptimizerStates, group: int) -> float | Non
     of_group = next((found for found in state.groups if group in found["params"]), {})
     for step in (state.states.get(group, {}).get("step"), of_group.get("step"), state.step):
         if isinstance(step, Stored):
-            return rescued.number_of(step, state.source, assembly, f"step of flat group {group}")
+            return training_state.number_of(step, state.source, assembly, f"step of flat group {group}")
         if isinstance(step, (int, float)):
             return step
     return None

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.formats.flat_layout import FlatUnit, flat_unit
-from reshard.formats.model_outline import ModelOutline
+from reshard.formats.rescue.flat.layout import FlatUnit, flat_unit
+from reshard.formats.rescue.model_outline import ModelOutline
 from reshard.index.names import canonical_names
 from reshard.storage.durable import storage_errors
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats.deepspeed_states import Fragment, OptimizerStates, Shape
+from reshard.formats.rescue.deepspeed.states import Fragment, OptimizerStates, Shape
 from reshard.formats.torch_archive import Stored
 
 _ALIGNED_TO = 2

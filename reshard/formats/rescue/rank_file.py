@@ -1,8 +1,8 @@
 """One rank's file of a legacy checkpoint: what ``torch.save`` wrote of its nested state, with no tensor read.
 
 The archive is that of `reshard.formats.torch_archive`, the sharded tensors in it are those of
-`reshard.formats.sharded_classes`. A class that is neither is not imported; something inert stands for its objects, and
-its name is kept to be told.
+`reshard.formats.rescue.sharded_classes`. A class that is neither is not imported; something inert stands for its
+objects, and its name is kept to be told.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from reshard.errors import CheckpointUnsound
 from reshard.formats import unpickle
 from reshard.formats.plain_values import VALUE_CLASSES
-from reshard.formats.sharded_classes import SHARDED_CLASSES, Unknown, is_possible, unknown
+from reshard.formats.rescue.sharded_classes import SHARDED_CLASSES, Unknown, is_possible, unknown
 from reshard.formats.torch_archive import ArchivedTensor, Record, Stored, locate, persistent_storage
 from reshard.formats.torch_file import archive_records
 from reshard.storage.byte_ranges import SourceFiles

@@ -1,7 +1,7 @@
 """Names for an optimizer's entries where a file has integers: ids count the parameters in the order of the groups.
 
-Which name an id has, a user's list says, or `reshard.formats.model_order`, or else the shape, if only one parameter has
-it.
+Which name an id has, a user's list says, or `reshard.formats.rescue.model_order`, or else the shape, if only one
+parameter has it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard.errors import UsageError
-from reshard.formats.model_order import names_in_model_order
+from reshard.formats.rescue.model_order import names_in_model_order
 
 _SHOWN = 6
 Shape = tuple[int, ...]

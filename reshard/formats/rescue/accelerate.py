@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.formats import fsdp_ranks, rescued
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp import open_dcp
-from reshard.formats.hints import Hints
-from reshard.formats.merged import merged
-from reshard.formats.rank_file import RankFile, open_rank_file
-from reshard.formats.rank_sets import rank_sets
+from reshard.formats.rescue import fsdp_ranks, training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.merged import merged
+from reshard.formats.rescue.rank_file import RankFile, open_rank_file
+from reshard.formats.rescue.rank_sets import rank_sets
 from reshard.index.kinds import optimizer_place
 
 NAME = "accelerate"
@@ -100,7 +100,7 @@ def _with_small_files(folder: Path, paths: Sequence[Path], parts: list[Checkpoin
     checkpoint = merged(folder, NAME, [replace(part, manifest=None) for part in parts])
     first = next((part.manifest for part in parts if part.manifest is not None), None)
     notes = list(checkpoint.notes)
-    manifest = rescued.manifest_at(
+    manifest = training_state.manifest_at(
         folder,
         notes,
         step=first.step if first else 0,
@@ -122,5 +122,5 @@ def _add_random_states(assembly: Assembly, rank: int, source: RankFile) -> int:
     if not isinstance(source.root, dict):
         return 0
     states = {_RNG_NAMES[name]: value for name, value in source.root.items() if name in _RNG_NAMES}
-    rescued.add_rng(assembly, rank, states, source)
+    training_state.add_rng(assembly, rank, states, source)
     return 1 if states else 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import UsageError
-from reshard.formats.flat_layout import FlatUnit, innermost, unpadded_unit
+from reshard.formats.rescue.flat.layout import FlatUnit, innermost, unpadded_unit
 
 _SHOWN = 8
 

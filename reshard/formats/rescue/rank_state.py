@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats.rank_file import RankFile
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue.rank_file import RankFile
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import Stored
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")

@@ -7,8 +7,8 @@
                                                             parameter, 0 elements where it is nothing
      "<fqn>": tensor, ...}                                  buffers and ignored parameters, whole on every rank
 
-What lies in a flat parameter is nowhere in the files; a layout says it (`reshard.formats.hints`). A tied parameter lies
-there once, and its other names are missing.
+What lies in a flat parameter is nowhere in the files; a layout says it (`reshard.formats.rescue.hints`). A tied
+parameter lies there once, and its other names are missing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
-from reshard.formats.flat_layout import FlatUnit, innermost, unpadded_unit
-from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, Lying, Parts, add_part, laid_out, parts_of
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import RankFile
-from reshard.formats.rank_state import RankState, is_tensor
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat.layout import FlatUnit, innermost, unpadded_unit
+from reshard.formats.rescue.flat.units import HOW_TO_GIVE_A_LAYOUT, Flat, Lying, Parts, add_part, laid_out, parts_of
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import RankFile
+from reshard.formats.rescue.rank_state import RankState, is_tensor
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import Stored
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.names import canonical_names
@@ -114,14 +114,14 @@ def add_flat_model(assembly: Assembly, states: Sequence[RankState], model: FlatM
             if name in held:
                 for offsets, stored in value.boxes:
                     bounds = (offsets[0], offsets[0] + stored.shape[0])
-                    add_part(assembly, by_key[name], rescued.model_key, bounds, stored, source)
+                    add_part(assembly, by_key[name], training_state.model_key, bounds, stored, source)
             elif name in pieces:
                 flat, lying = pieces[name]
                 _check_piece(source, model.parts, state.rank, flat, lying, value, held[flat.key])
             else:
-                assembly.add_tensor(rescued.model_key(name), value, source)
+                assembly.add_tensor(training_state.model_key(name), value, source)
     for name, of in tied.items():
-        assembly.add_alias(rescued.model_key(name), rescued.model_key(of))
+        assembly.add_alias(training_state.model_key(name), training_state.model_key(of))
     fqns = [*pieces, *tied, *(name for name in model.names.values() if name not in by_key)]
     return {name: name for name in fqns if name not in unknown}
 

@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp import open_dcp
-from reshard.formats.merged import merged
-from reshard.formats.rank_file import open_rank_file
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.merged import merged
+from reshard.formats.rescue.rank_file import open_rank_file
 from reshard.index.kinds import nested_path
 
 NAME = "megatron"
@@ -56,13 +56,13 @@ def open_megatron(folder: Path) -> Checkpoint:
     )
     step = _step(common, optimizer, groups)
     for name in names if step is not None else ():
-        key = rescued.state_key(name, "step")
+        key = training_state.state_key(name, "step")
         if key not in tensors.index.number:
-            rescued.add_number(assembly, key, float(step or 0))
+            training_state.add_number(assembly, key, float(step or 0))
     # Which parameters are in which group, the files do not say.
-    rescued.add_groups(assembly, groups, [group.get("params") or [] for group in groups])
+    training_state.add_groups(assembly, groups, [group.get("params") or [] for group in groups])
     scheduler = common.get("opt_param_scheduler") or common.get("lr_scheduler")
-    manifest = rescued.manifest_of(
+    manifest = training_state.manifest_of(
         assembly,
         step=int(common.get("iteration") or step or 0),
         ranks=max(1, len({name.split("_")[2] for name in tensors.index.files if name.startswith("__")})),
@@ -86,8 +86,8 @@ def _step(common: dict[str, Any], optimizer: dict[str, Any], groups: Sequence[di
 def _with_our_keys(checkpoint: Checkpoint) -> Checkpoint:
     def key(name: str) -> str:
         if (match := _STATE.fullmatch(name)) is not None:
-            return rescued.state_key(match[2], match[1])
-        return name if name.startswith(("optimizer.", "rng_state")) else rescued.model_key(name)
+            return training_state.state_key(match[2], match[1])
+        return name if name.startswith(("optimizer.", "rng_state")) else training_state.model_key(name)
 
     index = checkpoint.index
     names = [key(name) for name in index.names]

@@ -9,8 +9,8 @@ one for all elements; every other tensor has one dim and follows the elements th
                              has no entry, so ids differ from rank to rank
 
 Nothing in the files names the ids. Where nobody gave the names in order, an id is the parameter whose elements are held
-by the same ranks, as many by each. If that is not one alone, it is refused (`reshard.formats.optimizer_names`); or, for
-who only looks at the checkpoint, it stays an integer, and its tensors are the ranks' parts one after the other.
+by the same ranks, as many by each. If that is not one alone, it is refused (`reshard.formats.rescue.optimizer_names`);
+or, for who only looks at the checkpoint, it stays an integer, and its tensors are the ranks' parts one after the other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
-from reshard.formats.flat_units import Flat, Parts, add_part
-from reshard.formats.hints import Hints
-from reshard.formats.optimizer_names import names_by_id
-from reshard.formats.rank_file import RankFile
-from reshard.formats.rank_state import Part, is_tensor
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat.units import Flat, Parts, add_part
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.optimizer_names import names_by_id
+from reshard.formats.rescue.rank_file import RankFile
+from reshard.formats.rescue.rank_state import Part, is_tensor
 from reshard.formats.torch_archive import Stored
 from reshard.index.names import canonical_names
 
@@ -127,7 +127,7 @@ def add_by_unit(
     def add(entry: int, slot: str, value: Stored, rank: int) -> None:
         flat = by_key[keys[entry]]
         bounds, source = parts.range(flat.numel, rank), entries.parts[rank].source
-        add_part(assembly, flat, lambda name: rescued.state_key(name, slot), bounds, value, source)
+        add_part(assembly, flat, lambda name: training_state.state_key(name, slot), bounds, value, source)
 
     names = {entry: [lying.name for lying in by_key[key].parameters] for entry, key in keys.items()}
     return _add(assembly, entries, parts, names, add)
@@ -175,7 +175,7 @@ def add_by_parameter(
                 raise _not_its_part(entries, rank, name, f"{expected} elements", length)
 
     def add(entry: int, slot: str, value: Stored, rank: int) -> None:
-        key, begin = rescued.state_key(names[entry], slot), begins[entry, parts.of_rank[rank]]
+        key, begin = training_state.state_key(names[entry], slot), begins[entry, parts.of_rank[rank]]
         assembly.add_range(key, shapes[names[entry]], begin, value, entries.parts[rank].source)
 
     return _add(assembly, entries, parts, {entry: [name] for entry, name in names.items()}, add)
@@ -209,14 +209,14 @@ def _add(
             for slot, value in slots.items():
                 if not isinstance(value, Stored) or not value.shape:
                     for name in names.get(entry, [str(entry)]):
-                        rescued.add_state(assembly, name, str(slot), value, part.source)
+                        training_state.add_state(assembly, name, str(slot), value, part.source)
                 elif entry in names:
                     add(entry, str(slot), value, rank)
                 else:
-                    key, begin = rescued.state_key(str(entry), str(slot)), begins[entry, parts.of_rank[rank]]
+                    key, begin = training_state.state_key(str(entry), str(slot)), begins[entry, parts.of_rank[rank]]
                     assembly.add_range(key, (totals[entry],), begin, value, part.source)
     of_groups = [[name for entry in ids for name in names.get(entry, [str(entry)])] for ids in entries.ids]
-    rescued.add_groups(assembly, entries.groups, of_groups)
+    training_state.add_groups(assembly, entries.groups, of_groups)
     return entries.groups
 
 

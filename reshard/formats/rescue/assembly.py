@@ -18,8 +18,8 @@ from reshard.errors import CheckpointUnsound
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.manifest import Manifest
 from reshard.formats.object_archive import object_archive
-from reshard.formats.rank_file import RankFile
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue.rank_file import RankFile
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import ArchivedTensor, Stored
 from reshard.geometry.box import Box, is_row_major, row_major_strides
 from reshard.geometry.flat import boxes_of_range

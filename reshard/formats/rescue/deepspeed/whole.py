@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
-from reshard.formats.deepspeed_layout import Piece, parts
-from reshard.formats.deepspeed_model import add_options, add_step, steps_done
-from reshard.formats.deepspeed_states import ModelStates, Shape
-from reshard.formats.hints import Hints
-from reshard.formats.optimizer_names import names_by_id
-from reshard.formats.rank_state import is_optimizer
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.deepspeed.layout import Piece, parts
+from reshard.formats.rescue.deepspeed.model import add_options, add_step, steps_done
+from reshard.formats.rescue.deepspeed.states import ModelStates, Shape
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.optimizer_names import names_by_id
+from reshard.formats.rescue.rank_state import is_optimizer
 from reshard.formats.torch_archive import Stored
 
 _FLAT, _BY_ID = "fp32_groups_flat", "fp32_groups"
@@ -109,10 +109,10 @@ class _Adding:
                     continue
                 for slot, value in slots.items():
                     if slot != "step":
-                        rescued.add_state(self._assembly, by_id[number], slot, value, self._model.source)
+                        training_state.add_state(self._assembly, by_id[number], slot, value, self._model.source)
                 self._add_step(by_id[number], slots, group)
                 if number in master_of and self._wants_masters:
-                    key = rescued.model_key(by_id[number])
+                    key = training_state.model_key(by_id[number])
                     self._assembly.add_tensor(key, master_of[number], self._model.source)
                     self._add_tied(by_id[number])
         return [[by_id.get(number, str(number)) for number in numbers] for numbers in groups]
@@ -141,12 +141,12 @@ class _Adding:
             for piece in parts(number, shapes, 1):
                 for slot, value in slots.items():
                     if slot in flat:
-                        self._add_piece(rescued.state_key(piece.name, slot), piece, shapes, value)
+                        self._add_piece(training_state.state_key(piece.name, slot), piece, shapes, value)
                     elif slot != "step":
-                        rescued.add_state(self._assembly, piece.name, slot, value, self._model.source)
+                        training_state.add_state(self._assembly, piece.name, slot, value, self._model.source)
                 self._add_step(piece.name, slots, group)
                 if self._wants_masters:
-                    self._add_piece(rescued.model_key(piece.name), piece, shapes, master)
+                    self._add_piece(training_state.model_key(piece.name), piece, shapes, master)
                     self._add_tied(piece.name)
         return [list(names) for names in order]
 
@@ -156,7 +156,7 @@ class _Adding:
     def _add_tied(self, name: str) -> None:
         first, *others = self._tied[name]
         for other in others:
-            self._assembly.add_alias(rescued.model_key(self._names[other]), rescued.model_key(name))
+            self._assembly.add_alias(training_state.model_key(self._names[other]), training_state.model_key(name))
         self.weights |= {first, *others}
 
     def _add_step(self, name: str, slots: Mapping[str, Any], group: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@
 
 "Decomposed", a model of FSDP1 is in flat parameters as they lie in memory, and the metadata says what lies in them::
 
-    model/        "[<unit>.]_flat_param": chunks of one dim, alignment (`reshard.formats.flat_units`) among them
+    model/        "[<unit>.]_flat_param": chunks of one dim, alignment (`reshard.formats.rescue.flat.units`) among them
     user_defined_dict       {"fsdp_flat_param_to_fqns": {key: [name relative to the unit, which may begin with a dot]},
                             "fsdp_shapes", "fsdp_numels_with_padding", "fsdp_is_padding_mask"}
     optimizer/    "state.[<unit>.]_flat_param.exp_avg", without chunks for what is frozen or alignment; steps are
@@ -29,16 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import dcp_metadata, rescued, unpickle
-from reshard.formats.assembly import Assembly
+from reshard.formats import dcp_metadata, unpickle
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp_metadata import DcpMetadata
-from reshard.formats.flat_layout import FlatUnit, flat_unit
-from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, add_part, laid_out
-from reshard.formats.hints import Hints
 from reshard.formats.object_archive import object_value
-from reshard.formats.optimizer_names import names_by_id
-from reshard.formats.rank_file import RankFile, open_rank_file
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat.layout import FlatUnit, flat_unit
+from reshard.formats.rescue.flat.units import HOW_TO_GIVE_A_LAYOUT, Flat, add_part, laid_out
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.optimizer_names import names_by_id
+from reshard.formats.rescue.rank_file import RankFile, open_rank_file
 from reshard.formats.torch_archive import TENSOR_CLASSES, Record, Stored, StoredStorage, persistent_storage
 from reshard.index.dtypes import ITEM_BYTES
 from reshard.index.names import canonical_names
@@ -209,12 +210,12 @@ def _assembled(assembly: Assembly, parts: Mapping[str, _Part], states: Sequence[
     for source, root in zip(states, roots, strict=True):
         rank = _EXTRA_STATE.fullmatch(source.path.name)
         assert rank is not None
-        rescued.add_rng(assembly, int(rank[1]), {"torch": root.get("torch_rng_state")}, source)
+        training_state.add_rng(assembly, int(rank[1]), {"torch": root.get("torch_rng_state")}, source)
     first = roots[0] if roots else {}
     scheduler, others = first.get("lr_scheduler"), {key: first[key] for key in first if key not in _OF_A_RANK}
     step = first.get("step")
     version = next(iter(parts.values())).metadata.others.get("bytecheckpoint_version")
-    manifest = rescued.manifest_of(
+    manifest = training_state.manifest_of(
         assembly,
         step=step if isinstance(step, int) else int(max(steps, default=0)),
         ranks=_ranks(parts),
@@ -308,13 +309,13 @@ def _add_model(assembly: Assembly, part: _Part, flats: Mapping[str, Flat]) -> No
         for offsets, stored, source in part.chunks(number):
             if name in flats:
                 bounds = offsets[0], offsets[0] + stored.shape[0]
-                add_part(assembly, flats[name], rescued.model_key, bounds, stored, source)
+                add_part(assembly, flats[name], training_state.model_key, bounds, stored, source)
             else:
-                assembly.add_box(rescued.model_key(name), index.shapes[number], offsets, stored, source)
+                assembly.add_box(training_state.model_key(name), index.shapes[number], offsets, stored, source)
     for spelled, value in part.objects(assembly):
         if value is not None:
             name = names[spelled]
-            assembly.add_object(rescued.model_key(name), value, (rescued.MODEL, name))
+            assembly.add_object(training_state.model_key(name), value, (training_state.MODEL, name))
 
 
 def _add_state(assembly: Assembly, part: _Part, flats: Mapping[str, Flat]) -> list[float]:
@@ -331,16 +332,16 @@ def _add_state(assembly: Assembly, part: _Part, flats: Mapping[str, Flat]) -> li
         for offsets, stored, source in part.chunks(number):
             if (flat := flats.get(name)) is not None:
                 bounds = offsets[0], offsets[0] + stored.shape[0]
-                add_part(assembly, flat, partial(rescued.state_key, slot=slot), bounds, stored, source)
+                add_part(assembly, flat, partial(training_state.state_key, slot=slot), bounds, stored, source)
             else:
-                assembly.add_box(rescued.state_key(name, slot), index.shapes[number], offsets, stored, source)
+                assembly.add_box(training_state.state_key(name, slot), index.shapes[number], offsets, stored, source)
             if slot == "step" and not offsets:
-                steps.append(rescued.number_of(stored, source, assembly, key))
+                steps.append(training_state.number_of(stored, source, assembly, key))
     for key, value in part.objects(assembly):
         spelled, _, slot = split[key]
         if spelled:
             source = next(iter(part.sources.values()))
-            rescued.add_state(assembly, names[spelled], slot, value, source)
+            training_state.add_state(assembly, names[spelled], slot, value, source)
     return steps
 
 
@@ -353,9 +354,9 @@ def _add_groups(assembly: Assembly, part: _Part, hints: Hints) -> list[dict[str,
     ids = [list(group.get("params", ())) for group in content]
     if all(isinstance(entry, str) for group in ids for entry in group):
         short = canonical_names(entry for group in ids for entry in group)
-        rescued.add_groups(assembly, content, [[short[entry] for entry in group] for group in ids])
+        training_state.add_groups(assembly, content, [[short[entry] for entry in group] for group in ids])
         return content
-    prefix = f"{rescued.OPTIMIZER}.state."
+    prefix = f"{training_state.OPTIMIZER}.state."
     shapes = {
         key.removeprefix(prefix).rpartition(".")[0]: assembly.shape(key)
         for key in assembly.keys
@@ -369,5 +370,5 @@ def _add_groups(assembly: Assembly, part: _Part, hints: Hints) -> list[dict[str,
     else:
         assembly.notes.append("which parameters are in which group is not in the files; --param-order FILE gives it")
         names = [[] for _ in ids]
-    rescued.add_groups(assembly, content, names)
+    training_state.add_groups(assembly, content, names)
     return content

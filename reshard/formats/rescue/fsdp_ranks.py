@@ -1,8 +1,8 @@
 """What ranks saved each for itself with ``torch.save``: verl, FSDP2, FSDP1's SHARDED_STATE_DICT, and others.
 
 Each rank's files hold its boxes of every tensor, as DTensors or ShardedTensors, which say where they belong
-(`reshard.formats.sharded_classes`); a plain tensor (a buffer, a step counter) is the same on every rank. Ranks of an
-HSDP mesh repeat each other. Which files hold which part of the state, `reshard.formats.rank_state` tells::
+(`reshard.formats.rescue.sharded_classes`); a plain tensor (a buffer, a step counter) is the same on every rank. Ranks
+of an HSDP mesh repeat each other. Which files hold which part of the state, `reshard.formats.rescue.rank_state` tells::
 
     verl         model_world_size_<W>_rank_<r>.pt    {fqn: DTensor}
                  optim_world_size_<W>_rank_<r>.pt    {"state": {id: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups"}
@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats import flat_model, flat_ranks, rescued
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.hints import Hints
-from reshard.formats.optimizer_names import names_by_id
-from reshard.formats.rank_file import RankFile, open_rank_files
-from reshard.formats.rank_sets import RankSet, require_complete
-from reshard.formats.rank_state import RankState, is_tensor, rank_state
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat import model as flat_model
+from reshard.formats.rescue.flat import ranks as flat_ranks
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.optimizer_names import names_by_id
+from reshard.formats.rescue.rank_file import RankFile, open_rank_files
+from reshard.formats.rescue.rank_sets import RankSet, require_complete
+from reshard.formats.rescue.rank_state import RankState, is_tensor, rank_state
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.index.names import canonical_names
 
 NAME = "fsdp-ranks"
@@ -74,7 +76,7 @@ def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence
     rng_ranks = _rng(assembly, states)
     if left_out := sorted({key for state in states for key in state.rest} - {"scheduler", *_RNG_KEYS}):
         assembly.notes.append(f"left out, for nothing here knows what it is: {', '.join(left_out)}")
-    manifest = rescued.manifest_of(
+    manifest = training_state.manifest_of(
         assembly,
         step=_step(assembly, states),
         ranks=len(states),
@@ -95,7 +97,7 @@ def _model(assembly: Assembly, states: Sequence[RankState]) -> dict[str, str]:
             continue
         for name, value in state.model.content.items():
             if is_tensor(value):
-                assembly.add_tensor(rescued.model_key(names[name]), value, state.model.source)
+                assembly.add_tensor(training_state.model_key(names[name]), value, state.model.source)
     return names
 
 
@@ -122,8 +124,10 @@ def _optimizer(
         assert state.optimizer is not None
         for entry, slots in state.optimizer.content["state"].items():
             for slot, value in slots.items():
-                rescued.add_state(assembly, by_id.get(entry, str(entry)), str(slot), value, state.optimizer.source)
-    rescued.add_groups(
+                training_state.add_state(
+                    assembly, by_id.get(entry, str(entry)), str(slot), value, state.optimizer.source
+                )
+    training_state.add_groups(
         assembly, groups, [[by_id.get(entry, str(entry)) for entry in group["params"]] for group in groups]
     )
     return groups
@@ -179,7 +183,7 @@ def _rng(assembly: Assembly, states: Sequence[RankState]) -> int:
         for key in _RNG_KEYS:
             if key in state.rest and isinstance(state.rest[key][0], dict):
                 content, source = state.rest[key]
-                rescued.add_rng(assembly, state.rank, content, source)
+                training_state.add_rng(assembly, state.rank, content, source)
                 count += 1
                 break
     return count
@@ -194,7 +198,7 @@ def _step(assembly: Assembly, states: Sequence[RankState]) -> int:
             if isinstance(value, (int, float)):
                 return int(value)
             if value is not None and is_tensor(value) and not isinstance(value, Held):
-                return int(rescued.number_of(value, optimizer.source, assembly, "step"))
+                return int(training_state.number_of(value, optimizer.source, assembly, "step"))
     for folder in (assembly.folder, *assembly.folder.parents[:2]):
         if (match := _STEP_IN_NAME.fullmatch(folder.name)) is not None:
             return int(match[1])

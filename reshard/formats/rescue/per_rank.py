@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats import fairscale, fsdp_ranks
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import open_rank_file
-from reshard.formats.rank_sets import RankSet, rank_of, rank_sets, require_complete
+from reshard.formats.rescue import fairscale, fsdp_ranks
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import open_rank_file
+from reshard.formats.rescue.rank_sets import RankSet, rank_of, rank_sets, require_complete
 from reshard.storage.byte_ranges import SourceFiles
 
 NAME = "ranks"

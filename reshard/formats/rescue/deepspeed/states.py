@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats.rank_file import RankFile
+from reshard.formats.rescue.rank_file import RankFile
 from reshard.formats.torch_archive import Stored
 
 Shape = tuple[int, ...]

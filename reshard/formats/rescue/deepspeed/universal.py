@@ -7,7 +7,7 @@
     zero/<fqn>/step.pt              a number or a tensor; not from stage 3
     zero/optimizer_state.pt         param_groups, whose params are numbers of flat groups; from stage 3 also
                                     optimizer_state_dict, with the step of each flat group
-    [zero_pp_rank_<r>_]mp_rank_<m>_model_states.pt      copied: `reshard.formats.deepspeed_states`
+    [zero_pp_rank_<r>_]mp_rank_<m>_model_states.pt      copied: `reshard.formats.rescue.deepspeed.states`
 
 Newer releases also write ``fp32.pt`` of what is not trained, cast to float32; that comes from the module, as it was.
 """
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats import rescued
-from reshard.formats.assembly import Assembly
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.deepspeed_files import model_files
-from reshard.formats.deepspeed_model import (
+from reshard.formats.rescue import training_state
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.deepspeed.files import model_files
+from reshard.formats.rescue.deepspeed.model import (
     add_options,
     add_shared,
     add_step,
@@ -35,9 +35,9 @@ from reshard.formats.deepspeed_model import (
     note_unknown,
     steps_done,
 )
-from reshard.formats.deepspeed_states import ModelStates, Shape, common_states, model_states
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import RankFile, open_rank_files
+from reshard.formats.rescue.deepspeed.states import ModelStates, Shape, common_states, model_states
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import RankFile, open_rank_files
 from reshard.formats.torch_archive import Stored
 from reshard.storage.durable import storage_errors
 
@@ -134,7 +134,7 @@ class _Universal:
         for slot, source in files.items():
             if slot == _STEP:
                 continue
-            key = rescued.model_key(short) if slot == _MASTER else rescued.state_key(short, slot)
+            key = training_state.model_key(short) if slot == _MASTER else training_state.state_key(short, slot)
             if slot == _MASTER and wants_stored:
                 self._assembly.add_tensor(key, model.module[name], model.source)
             else:

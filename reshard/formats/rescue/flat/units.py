@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats.assembly import Assembly
-from reshard.formats.flat_layout import FlatUnit
-from reshard.formats.rank_file import RankFile
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.flat.layout import FlatUnit
+from reshard.formats.rescue.rank_file import RankFile
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import Stored
 
 HOW_TO_GIVE_A_LAYOUT = (

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats.flat_units import HOW_TO_GIVE_A_LAYOUT, Flat, Lying, Parts, laid_out
-from reshard.formats.hints import Hints
-from reshard.formats.rank_file import RankFile
+from reshard.formats.rescue.flat.units import HOW_TO_GIVE_A_LAYOUT, Flat, Lying, Parts, laid_out
+from reshard.formats.rescue.hints import Hints
+from reshard.formats.rescue.rank_file import RankFile
 from reshard.formats.torch_archive import Stored
 from reshard.index.names import canonical_names
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.formats import tagged
-from reshard.formats.assembly import Assembly
 from reshard.formats.manifest import Manifest, World
 from reshard.formats.plain_values import Budget, NotPlain, plain
-from reshard.formats.rank_file import RankFile
-from reshard.formats.sharded_classes import Held
+from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.rank_file import RankFile
+from reshard.formats.rescue.sharded_classes import Held
 from reshard.formats.torch_archive import Stored
 from reshard.index.dtypes import values
 

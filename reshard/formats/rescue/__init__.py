@@ -1,0 +1,1 @@
+"""Checkpoints that other tools wrote, rank by rank or in a form of their own, put together as one."""

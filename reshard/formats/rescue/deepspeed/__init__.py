@@ -1,0 +1,1 @@
+"""DeepSpeed: ZeRO of all stages, and universal folders."""
