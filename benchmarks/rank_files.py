@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,21 @@ import torch
 import torch.distributed as dist
 from known_state import empty_tensor
 from memory import peak_bytes
+from stock import on_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
 
 _STATE = re.compile(r"optim\.state\.(.+)\.(\w+)")
 
 
 def write(shapes_file: str, ranks: str, folder: str) -> None:
     """Writes a checkpoint of random numbers."""
-    shapes = json.loads(Path(shapes_file).read_text())
     Path(folder).mkdir()
-    with tempfile.TemporaryDirectory() as meeting:
-        given = (int(ranks), f"file://{meeting}/ranks", shapes, folder)
-        start_processes(_write_rank, given, int(ranks), start_method="fork")  # type: ignore[no-untyped-call]
+    on_ranks(_write_rank, int(ranks), json.loads(Path(shapes_file).read_text()), folder)
 
 
 def _write_rank(rank: int, ranks: int, meeting: str, shapes: dict[str, list[int]], folder: str) -> None:

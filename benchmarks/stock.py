@@ -35,10 +35,13 @@ from torch.multiprocessing.spawn import start_processes
 
 def write(shapes_file: str, ranks: str, folder: str) -> None:
     """Writes a checkpoint of random numbers; the steps as stock optimizers keep them, and a few objects."""
-    shapes = json.loads(Path(shapes_file).read_text())
+    on_ranks(_write_rank, int(ranks), json.loads(Path(shapes_file).read_text()), folder)
+
+
+def on_ranks(work: Callable[..., None], ranks: int, *given: object) -> None:
+    """Runs ``work(rank, ranks, where they meet, *given)`` on gloo ranks forked from this process."""
     with tempfile.TemporaryDirectory() as meeting:
-        given = (int(ranks), f"file://{meeting}/ranks", shapes, folder)
-        start_processes(_write_rank, given, int(ranks), start_method="fork")  # type: ignore[no-untyped-call]
+        start_processes(work, (ranks, f"file://{meeting}/ranks", *given), ranks, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def _write_rank(rank: int, ranks: int, meeting: str, shapes: dict[str, list[int]], folder: str) -> None:
