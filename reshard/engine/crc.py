@@ -122,6 +122,29 @@ def chained(parts: Iterable[tuple[int, int, int]], length: int) -> int | None:
     return crc if position == length else None
 
 
+def crc_around(files: SourceFiles, file: int, start: int, length: int, parts: Iterable[tuple[int, int, int]]) -> int:
+    """The CRC-32 of a byte range of which some parts are known: reads the rest, or all where parts overlap.
+
+    Args:
+        parts: start, counted from that of the range, length and CRC of each.
+
+    Raises:
+        CheckpointUnsound: the file is missing or ends before.
+        StorageError: the file system failed to read it.
+    """
+    crc = position = 0
+    for begin, part_bytes, part in [*sorted(parts), (length, 0, 0)]:
+        if begin < position:
+            return crc_of(files, file, start, length)
+        if begin > position:
+            gap = crc_of(files, file, start + position, begin - position)
+            crc = combine(crc, gap, begin - position) if position else gap
+        if part_bytes:
+            crc = combine(crc, part, part_bytes) if begin else part
+        position = begin + part_bytes
+    return crc
+
+
 def combined(parts: Iterable[tuple[int, int, int]]) -> int:
     """The CRC of parts (start, length, CRC) put together in order.
 

@@ -105,7 +105,7 @@ class _Part(NamedTuple):
     place: int
     length: int
     view: memoryview | None
-    row: int
+    record: int
 
 
 class _Filling:
@@ -126,17 +126,22 @@ class _Filling:
         self._unverified: set[int] = set()
         self._partial: set[int] = set()
         if verify != "never":
-            unique, inverse = np.unique(rows, return_inverse=True)
+            unique, inverse = np.unique(self._records(rows), return_inverse=True)
             self._unverified = set(unique[payloads.crc[unique] >= 0].tolist())
             if verify == "whole":
                 found = np.bincount(inverse, self._length).astype(np.int64)
                 self._partial = self._unverified.intersection(unique[found != payloads.record_bytes[unique]].tolist())
 
+    def _records(self, rows: Int) -> Int:
+        """The chunk that stands for the record of each."""
+        first = self._source.first_in_record
+        return rows if first is None else first[rows]
+
     def run(self, threads: int) -> dict[int, PartialRecord]:
         """Reads everything, and verifies what is to be verified."""
         direct, banded = self._sorted_out()
         if self._is_complete:
-            direct += self._rests(direct, set(self._pieces.rows[banded].tolist()))
+            direct += self._rests(direct, set(self._records(self._pieces.rows[banded]).tolist()))
         tasks: list[Callable[[], None]] = [self._reader(unit) for unit in _units(direct)]
         tasks += [task for piece in banded for task in self._banders(piece)]
         _run_all(tasks, threads)
@@ -155,10 +160,10 @@ class _Filling:
         """What can be read into place, and the numbers of the pieces that come in bands."""
         payloads, pieces = self._source.payloads, self._pieces
         files = self._source.index.file[pieces.rows].tolist()
-        columns = (pieces.rows, self._place, self._length, self._is_dense)
+        columns = (pieces.rows, self._records(pieces.rows), self._place, self._length, self._is_dense)
         direct: list[_Part] = []
         banded: list[int] = []
-        for piece, (row, place, length, is_dense) in enumerate(
+        for piece, (row, record, place, length, is_dense) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             target = pieces.targets[piece]
@@ -171,9 +176,9 @@ class _Filling:
             if (content := payloads.contents.get(row)) is not None:
                 inside = place - int(payloads.record_start_bytes[row])
                 view[:] = content[inside : inside + length]
-                self._check(row, place, view)
+                self._check(record, place, view)
             else:
-                direct.append(_Part(files[piece], place, length, view, row))
+                direct.append(_Part(files[piece], place, length, view, record))
         return direct, banded
 
     def _rests(self, direct: Iterable[_Part], banded: set[int]) -> list[_Part]:
@@ -181,7 +186,7 @@ class _Filling:
         payloads = self._source.payloads
         taken: dict[int, list[tuple[int, int]]] = {}
         for part in direct:
-            taken.setdefault(part.row, []).append((part.place, part.place + part.length))
+            taken.setdefault(part.record, []).append((part.place, part.place + part.length))
         rests = []
         for row in (self._unverified & taken.keys()) - banded:
             position = int(payloads.record_start_bytes[row])
@@ -198,7 +203,7 @@ class _Filling:
             parts = list(zip(unit, views, strict=True))
             self._source.files.read_all(Read(part.file, part.place, view) for part, view in parts)
             for part, view in parts:
-                self._check(part.row, part.place, view)
+                self._check(part.record, part.place, view)
 
         return read
 
@@ -213,8 +218,10 @@ class _Filling:
         most_bytes = BAND_BYTES if row not in self._source.payloads.strides else _UNIT_BYTES
         most, at_once = most_bytes // ITEM_BYTES[dtype], _UNIT_BYTES // ITEM_BYTES[dtype]
 
+        record = int(self._records(pieces.rows[piece : piece + 1])[0])
+
         def observe(place: int, content: memoryview) -> None:
-            self._check(row, place, content)
+            self._check(record, place, content)
 
         def read(bands: Sequence[Box]) -> None:
             for band in bands:
@@ -234,19 +241,19 @@ class _Filling:
                 yield functools.partial(read, bands)
                 bands, begin = [], done
 
-    def _check(self, row: int, place: int, content: memoryview) -> None:
+    def _check(self, record: int, place: int, content: memoryview) -> None:
         """Adds bytes that were read, from a place in the file on, to the checksum of their record."""
-        if row not in self._unverified:
+        if record not in self._unverified:
             return
         payloads = self._source.payloads
-        crc, length, whole = crc32(content), len(content), int(payloads.record_bytes[row])
+        crc, length, whole = crc32(content), len(content), int(payloads.record_bytes[record])
         found: int | None = crc
         if length != whole:
             with self._lock:
-                found = self._ledger.add(row, place - int(payloads.record_start_bytes[row]), length, crc, whole)
+                found = self._ledger.add(record, place - int(payloads.record_start_bytes[record]), length, crc, whole)
         if found is not None:
-            require_crc(self._source, row, found)
-            self._unverified.discard(row)
+            require_crc(self._source, record, found)
+            self._unverified.discard(record)
 
 
 def _units(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
@@ -260,7 +267,7 @@ def _units(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
             if unit and (unit[0].file != part.file or unit_bytes + length > _UNIT_BYTES):
                 yield unit
                 unit, unit_bytes = [], 0
-            unit.append(_Part(part.file, part.place + start, length, view, part.row))
+            unit.append(_Part(part.file, part.place + start, length, view, part.record))
             unit_bytes += length
     if unit:
         yield unit

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.engine.blocks import PAGE_BYTES, BlockFile, aligned_buffer
-from reshard.engine.crc import Ledger, combined, crc_of, require_crc
+from reshard.engine.crc import Ledger, combined, crc_around, require_crc
 from reshard.engine.segment import Cancelled, Outcome, Parts, Segment, SegmentWriter
 from reshard.engine.spans import Job, rows_of
 from reshard.errors import ReshardError, UsageError
@@ -240,10 +240,11 @@ def _check_sources(job: Job, sources: Parts) -> None:
         for part in sorted(set(parts)):
             if (found := ledger.add(row, *part, whole_bytes=int(payloads.record_bytes[row]))) is not None:
                 require_crc(job.source, row, found)
-    # Parts overlap where segments share a band, and some are missing where a record is larger than its tensor.
-    for row in ledger.take():
+    # Parts overlap where segments share a band, and some are missing where a record holds more than what was copied.
+    for row, known in ledger.take().items():
         start, length = int(payloads.record_start_bytes[row]), int(payloads.record_bytes[row])
-        require_crc(job.source, row, crc_of(job.source.files, int(job.source.index.file[row]), start, length))
+        file = int(job.source.index.file[row])
+        require_crc(job.source, row, crc_around(job.source.files, file, start, length, known))
 
 
 def _open(job: Job, folder: Path, file: int) -> BlockFile:

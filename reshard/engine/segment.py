@@ -50,7 +50,7 @@ class Outcome:
 
     Attributes:
         cut: parts of output records that the segment cuts.
-        sources: parts of stored records, by chunk row, of which the segment read only some.
+        sources: parts of stored records, by the first chunk row in each, of which the segment read only some.
         whole: CRC-32 of the payload of each output record that lies in the segment.
     """
 
@@ -113,6 +113,7 @@ class SegmentWriter:
         self._crc: dict[int, int] = {}
         self._whole: dict[int, int] = {}
         self._ledger = Ledger()
+        self._first_in_record = job.source.first_in_record
 
     def run(self) -> Outcome:
         """Writes the segment.
@@ -269,6 +270,8 @@ class SegmentWriter:
         expected = int(payloads.crc[row])
         if expected < 0:
             return
+        if self._first_in_record is not None:
+            row = int(self._first_in_record[row])
         start = place - int(payloads.record_start_bytes[row])
         whole = int(payloads.record_bytes[row])
         found = crc if length == whole else self._ledger.add(row, start, length, crc, whole)

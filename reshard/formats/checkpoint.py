@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from reshard.errors import CheckpointUnsound, UsageError
 from reshard.formats.manifest import Manifest
 from reshard.geometry.box import Box, row_major_strides
 from reshard.index.dtypes import item_bytes, raw
-from reshard.index.index import Index, Int, Payloads
+from reshard.index.index import RAW, Index, Int, Payloads
 from reshard.storage.byte_ranges import SourceFiles
 
 if TYPE_CHECKING:
@@ -89,6 +90,17 @@ class Checkpoint:
     def keys(self) -> list[str]:
         """The names of all tensors."""
         return self.index.names
+
+    @functools.cached_property
+    def first_in_record(self) -> Int | None:
+        """For each chunk, the first one of the same stored record, whose checksum is theirs all; None: each its own."""
+        if self.index.packing != RAW:
+            return None
+        places = np.column_stack([self.index.file, self.payloads.record_start_bytes])
+        _, first, record = np.unique(places, axis=0, return_index=True, return_inverse=True)
+        rows: Int = first.astype(np.int64)[record.reshape(-1)]
+        # What lies in no record has no checksum.
+        return np.where(self.payloads.record_start_bytes < 0, np.arange(len(rows)), rows)
 
     def read(self, name: str, part: Part = None) -> torch.Tensor:
         """A tensor or a part of it, as a torch tensor in memory of its own.

@@ -281,3 +281,26 @@ def test_the_pickle_of_a_file_needs_no_class_beyond_torch(tmp_path: Path) -> Non
     names = {argument for code, argument, _ in pickletools.genops(content) if code.name == "GLOBAL"}
     assert all(str(name).startswith(("torch", "collections OrderedDict")) for name in names)
     assert content[:2] == pickle.PROTO + b"\x02"
+
+
+@pytest.mark.parametrize("spoilt", [None, 5, 65_200], ids=["sound", "in a tensor", "between tensors"])
+def test_a_storage_of_many_tensors_is_read_once_and_verified(tmp_path: Path, spoilt: int | None) -> None:
+    """As the partitions of DeepSpeed are; between the tensors lies what none of them has."""
+    flat = torch.arange(1 << 20, dtype=torch.float32)
+    tensors = {f"p{number}": flat[number * 65536 :][:65000].view(650, 100) for number in range(16)}
+    torch.save(tensors, tmp_path / "source.pt")
+    if spoilt is not None:
+        content = bytearray((tmp_path / "source.pt").read_bytes())
+        content[content.index(flat[:16].numpy().tobytes()) + 4 * spoilt] ^= 1
+        (tmp_path / "source.pt").write_bytes(bytes(content))
+    source_bytes = (tmp_path / "source.pt").stat().st_size
+    for ranks in (1, 3):
+        if spoilt is not None:
+            with pytest.raises(CheckpointUnsound, match="checksum"):
+                reshard.convert(tmp_path / "source.pt", tmp_path / f"made-{ranks}", world_size=ranks)
+            continue
+        summary = reshard.convert(tmp_path / "source.pt", tmp_path / f"made-{ranks}", world_size=ranks)
+        assert_same(
+            stock_tensors(tmp_path / f"made-{ranks}"), {f"model.{key}": value for key, value in tensors.items()}
+        )
+        assert summary.read_bytes < 1.05 * source_bytes

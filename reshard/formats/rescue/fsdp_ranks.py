@@ -35,6 +35,7 @@ from reshard.formats.rescue.sharded_classes import Held
 from reshard.index.names import canonical_names
 
 NAME = "fsdp-ranks"
+_STEP_KEYS = ("step", "global_step", "iteration")
 _RNG_KEYS = ("rng", "rng_state", "random_states")
 _EXPECTED = "torch.distributed."
 _STEP_IN_NAME = re.compile(r"(?:global_?step|step|iter)[_-]?(\d+)", re.IGNORECASE)
@@ -74,7 +75,7 @@ def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence
         parts.append("optimizer")
     schedulers = _schedulers(states[0])
     rng_ranks = _rng(assembly, states)
-    if left_out := sorted({key for state in states for key in state.rest} - {"scheduler", *_RNG_KEYS}):
+    if left_out := sorted({key for state in states for key in state.rest} - {"scheduler", *_RNG_KEYS, *_STEP_KEYS}):
         assembly.notes.append(f"left out, for nothing here knows what it is: {', '.join(left_out)}")
     manifest = training_state.manifest_of(
         assembly,
@@ -190,7 +191,7 @@ def _rng(assembly: Assembly, states: Sequence[RankState]) -> int:
 
 
 def _step(assembly: Assembly, states: Sequence[RankState]) -> int:
-    """The step: as the optimizer counts, or the folder's name says."""
+    """The step: as the optimizer counts, the files say, or the folder's name."""
     optimizer = states[0].optimizer
     if optimizer is not None:
         for slots in optimizer.content["state"].values():
@@ -199,6 +200,9 @@ def _step(assembly: Assembly, states: Sequence[RankState]) -> int:
                 return int(value)
             if value is not None and is_tensor(value) and not isinstance(value, Held):
                 return int(training_state.number_of(value, optimizer.source, assembly, "step"))
+    for key in _STEP_KEYS:
+        if key in states[0].rest and type(step := states[0].rest[key][0]) is int and step >= 0:
+            return step
     for folder in (assembly.folder, *assembly.folder.parents[:2]):
         if (match := _STEP_IN_NAME.fullmatch(folder.name)) is not None:
             return int(match[1])
