@@ -192,6 +192,10 @@ class Checkpoint:
         return first + np.flatnonzero((shared > 0).all(axis=1))
 
 
+def all_known(rows: Int) -> None:
+    """To locate chunks of a format whose index says where every element lies, or of which all were found before."""
+
+
 def _room(shape: Sequence[int], dtype: np.dtype[np.generic], path: Path, key: str) -> NDArray[np.generic]:
     try:
         return np.empty(shape, dtype=dtype)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.errors import CheckpointUnsound, UsageError
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, all_known
 from reshard.formats.safetensors_header import HEAD_BYTES, Header, read_header, unique_fields
 from reshard.formats.unpickle import missing_data
-from reshard.index.index import RAW, Index, IndexBuilder, Int, Payloads
+from reshard.index.index import RAW, Index, IndexBuilder, Payloads
 from reshard.storage.byte_ranges import SourceFiles
 from reshard.storage.durable import storage_errors
 
@@ -190,13 +190,9 @@ def _open(
         paths={},
         files=files,
         payloads=payloads,
-        locate=_all_known,
+        locate=all_known,
         metadata_files=() if index_file is None else (index_file.name,),
     )
-
-
-def _all_known(rows: Int) -> None:
-    """Every element's place is in the headers."""
 
 
 def _header(files: SourceFiles, number: int) -> Header:

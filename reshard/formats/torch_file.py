@@ -21,7 +21,7 @@ from typing import Any
 
 from reshard.errors import CheckpointUnsound
 from reshard.formats import unpickle
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, all_known
 from reshard.formats.plain_values import MOST_LEVELS, VALUE_CLASSES, Attributes, Budget, NotPlain, entries, plain
 from reshard.formats.torch_archive import (
     LOCAL_HEADER,
@@ -37,7 +37,7 @@ from reshard.formats.torch_archive import (
 from reshard.formats.unpickle import missing_data
 from reshard.geometry.box import is_row_major
 from reshard.index.dtypes import ITEM_BYTES
-from reshard.index.index import RAW, IndexBuilder, Int, Payloads
+from reshard.index.index import RAW, IndexBuilder, Payloads
 from reshard.storage.byte_ranges import SourceFiles
 
 NAME = "torch"
@@ -160,14 +160,10 @@ def _checkpoint(root: Any, pickle_bytes: int, records: Mapping[str, Record], fil
         paths=paths,
         files=files,
         payloads=_payloads(located),
-        locate=_all_known,
+        locate=all_known,
         values=values,
         holds_archives=True,
     )
-
-
-def _all_known(rows: Int) -> None:
-    """Every element's place is in the pickle."""
 
 
 def _located(leaf: Stored, records: Mapping[str, Record], path: Path, key: str) -> ArchivedTensor:

@@ -44,7 +44,6 @@ _BESIDE = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json|vocab\..*|merges\.txt|"
     r"added_tokens\.json|preprocessor_config\.json|processor_config\.json|chat_template\..*|spiece\.model"
 )
-_DISTCP = re.compile(r"__(\d+)_\d+\.distcp$")
 _BESIDE_FOLDERS = ("huggingface", "hf")
 
 
@@ -121,7 +120,7 @@ def prepare_conversion(
                 "another format than was asked for", path=opened.path, key="--from", expected=wanted.source_format,
                 found=opened.format, hint="leave --from out, or name the checkpoint that is meant",
             )  # fmt: skip
-        checkpoint = with_manifest(with_training_keys(opened), _writers(opened))
+        checkpoint = with_manifest(with_training_keys(opened))
         if wanted.unstack:
             checkpoint = unstacked(checkpoint, wanted.unstack)
         if hints is not None and hints.model is not None:
@@ -251,12 +250,6 @@ def _plan_whole(
 def _values(checkpoint: Checkpoint, selection: Selection) -> dict[str, Any]:
     """What is not a tensor, for a format that takes it."""
     return {key: object_value(checkpoint.object_bytes(key), checkpoint.path, key) for key in selection.objects}
-
-
-def _writers(checkpoint: Checkpoint) -> int:
-    """How many ranks wrote it, as the names of its files say."""
-    ranks = {match[1] for name in checkpoint.index.files if (match := _DISTCP.search(name))}
-    return max(1, len(ranks))
 
 
 def _bytes(checkpoint: Checkpoint, selection: Selection) -> int:

@@ -17,16 +17,16 @@ from reshard.index.kinds import COUNTERS, kind_of
 _SCHEDULERS = ("lr_scheduler", "lr_schedulers", "scheduler", "schedulers")
 _STEP_KEYS = ("train_state.step", "trainer_state.global_step", "global_step", "step", "iteration")
 _STEP_IN_NAME = re.compile(r"(?:.*[^a-z])?(?:global_?step|step|iter)[-_=]?0*(\d+)(?:\D.*)?", re.IGNORECASE)
+_DISTCP = re.compile(r"__(\d+)_\d+\.distcp$")
 _RATE = re.compile(r"optim\.param_groups\.(.+)\.lr")
 _RNG = re.compile(r"rng\.rank_(\d+)\.")
 
 
-def with_manifest(checkpoint: Checkpoint, ranks: int) -> Checkpoint:
+def with_manifest(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint with a manifest, where it is a training state and has none, or one without rates.
 
     Args:
         checkpoint: with the keys of a run of ours.
-        ranks: of the job that wrote it.
     """
     names = checkpoint.index.names
     known = checkpoint.manifest
@@ -43,13 +43,19 @@ def with_manifest(checkpoint: Checkpoint, ranks: int) -> Checkpoint:
         checkpoint.path,
         notes,
         step=_step(checkpoint),
-        ranks=ranks,
+        ranks=_writers(checkpoint),
         parts=[*(["model"] if any(name.startswith("model.") for name in names) else []), "optimizer"],
         lr=_rates(checkpoint),
         schedulers=dict(_schedulers(checkpoint)),
         rng_ranks=len({match[1] for name in names if (match := _RNG.match(name))}),
     )
     return replace(checkpoint, manifest=manifest, notes=(*checkpoint.notes, *notes))
+
+
+def _writers(checkpoint: Checkpoint) -> int:
+    """How many ranks wrote it, as the names of its files say."""
+    ranks = {match[1] for name in checkpoint.index.files if (match := _DISTCP.search(name))}
+    return max(1, len(ranks))
 
 
 def _rates(checkpoint: Checkpoint) -> list[float | None]:

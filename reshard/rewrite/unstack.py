@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.errors import UsageError
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, all_known
 from reshard.geometry.box import row_major_strides
 from reshard.index.dtypes import ITEM_BYTES
-from reshard.index.index import RAW, IndexBuilder, Int, Payloads
+from reshard.index.index import RAW, IndexBuilder, Payloads
 from reshard.index.kinds import nested_path
 
 _ROOTS = ("model.", "optim.state.")
@@ -65,7 +65,7 @@ def unstacked(checkpoint: Checkpoint, stacks: Sequence[str]) -> Checkpoint:
         checkpoint,
         index=builder.build(),
         payloads=_payloads(found, rows, strides),
-        locate=_all_known,
+        locate=all_known,
         paths={**{key: path for key, path in checkpoint.paths.items() if key in index.objects}, **paths},
     )
 
@@ -122,7 +122,3 @@ def _payloads(found: Payloads, rows: Sequence[tuple[int, int]], strides: dict[in
         record_bytes=found.record_bytes[source],
         strides=strides,
     )
-
-
-def _all_known(rows: Int) -> None:
-    """All was found before."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.errors import CheckpointUnsound
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, all_known
 from reshard.formats.manifest import Manifest
 from reshard.formats.object_archive import object_archive
 from reshard.formats.rescue.rank_file import RankFile
@@ -24,7 +24,7 @@ from reshard.formats.torch_archive import ArchivedTensor, Stored
 from reshard.geometry.box import Box, is_row_major, row_major_strides
 from reshard.geometry.flat import boxes_of_range
 from reshard.index.dtypes import ITEM_BYTES
-from reshard.index.index import RAW, IndexBuilder, Int, Payloads, Place
+from reshard.index.index import RAW, IndexBuilder, Payloads, Place
 from reshard.index.kinds import nested_path
 from reshard.storage.byte_ranges import SourceFiles
 
@@ -203,7 +203,7 @@ class Assembly:
             paths=self.paths,
             files=self.files,
             payloads=_payloads(rows),
-            locate=_all_known,
+            locate=all_known,
             values=self.values,
             version=version,
             notes=tuple(self.notes),
@@ -254,7 +254,3 @@ def _payloads(pieces: Sequence[_Piece]) -> Payloads:
         if not is_row_major(piece.box.sizes, piece.strides):
             payloads.strides[row] = piece.strides
     return payloads
-
-
-def _all_known(rows: Int) -> None:
-    """Every element's place is in the pickles."""

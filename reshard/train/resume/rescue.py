@@ -10,11 +10,10 @@ import numpy as np
 from reshard.dcp.ranks import Ranks
 from reshard.errors import CheckpointNotFound
 from reshard.formats import dcp, safetensors_file, torch_file
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, all_known
 from reshard.formats.identify import identify
 from reshard.formats.opening import open_checkpoint
 from reshard.formats.rescue.hints import Hints
-from reshard.index.index import Int
 from reshard.rewrite.manifest_found import with_manifest
 from reshard.rewrite.training_keys import with_training_keys
 
@@ -41,16 +40,12 @@ def open_rescued(path: Path, ranks: Ranks) -> Checkpoint:
     with ranks.together():
         if ranks.rank == 0:
             opened = open_checkpoint(path, hints=Hints(optimizer="named"))
-            checkpoint = with_manifest(with_training_keys(opened), 1)
+            checkpoint = with_manifest(with_training_keys(opened))
             checkpoint.locate(np.arange(len(checkpoint.index.file)))
-            checkpoint = replace(checkpoint, locate=_all_known)
+            checkpoint = replace(checkpoint, locate=all_known)
             checkpoint.close()
     checkpoint = ranks.broadcast(checkpoint)
     assert checkpoint is not None
     for note in checkpoint.notes:
         ranks.warn(note)
     return checkpoint
-
-
-def _all_known(rows: Int) -> None:
-    """Rank 0 has found all."""
