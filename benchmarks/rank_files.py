@@ -2,7 +2,8 @@
 
 rank_files.py write SHAPES.json RANKS FOLDER     DTensor shards of model and optimizer, a file a rank and part
 rank_files.py merge SRC DST                      loads every rank's files, joins the shards, `dcp.save`
-rank_files.py compare A B                        fails unless both DCP checkpoints have the same tensors, by stock torch
+rank_files.py compare A B                        fails unless A holds the tensors of B and no others but counters of
+                                                 steps; folders of DCP, safetensors or DeepSpeed's universal format
 
 Prints one JSON object: `inside_s` is the time without the start of the interpreter and imports.
 """
@@ -41,7 +42,7 @@ def _write_rank(rank: int, ranks: int, meeting: str, shapes: dict[str, list[int]
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))  # verl's merger wants the name
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
     for key, shape in shapes.items():
@@ -86,17 +87,24 @@ def _joined(parts: list[Any]) -> torch.Tensor:
 
 
 def compare(first: str, second: str) -> dict[str, Any]:
-    """By stock torch alone."""
+    """By stock torch and safetensors alone."""
     a, b = (_loaded(Path(folder)) for folder in (first, second))
-    if a.keys() != b.keys():
-        raise SystemExit(f"other keys: {sorted(a.keys() ^ b.keys())[:4]}")
-    differing = [key for key in a if not torch.equal(a[key], b[key])]
+    others = [key for key in a.keys() ^ b.keys() if key in b or not key.endswith(".step")]
+    if others:
+        raise SystemExit(f"other keys: {sorted(others)[:4]}")
+    differing = [key for key in b if not torch.equal(a[key], b[key])]
     if differing:
         raise SystemExit(f"other values: {differing[:4]}")
-    return {"tensors": len(a)}
+    return {"tensors": len(b)}
 
 
 def _loaded(folder: Path) -> dict[str, torch.Tensor]:
+    if (folder / "zero").is_dir():
+        return _loaded_universal(folder / "zero")
+    if files := list(folder.glob("*.safetensors")):
+        from safetensors.torch import load_file
+
+        return {key: tensor for file in files for key, tensor in load_file(file).items()}
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -104,6 +112,18 @@ def _loaded(folder: Path) -> dict[str, torch.Tensor]:
         if isinstance(entry, TensorStorageMetadata)
     }
     load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+def _loaded_universal(zero: Path) -> dict[str, torch.Tensor]:
+    """A folder a parameter, a file a tensor."""
+    tensors = {}
+    for path in zero.glob("*/*.pt"):
+        name, slot = path.parent.name, path.stem
+        if slot != "step":
+            content = torch.load(path, weights_only=True)
+            key = f"model.{name}" if slot == "fp32" else f"optim.state.{name}.{slot}"
+            tensors[key] = content["param"] if isinstance(content, dict) else content
     return tensors
 
 

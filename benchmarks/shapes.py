@@ -10,6 +10,38 @@ Shapes = dict[str, tuple[int, ...]]
 ELEMENT_BYTES = 4
 
 
+def llama(wanted_bytes: float, layers: int = 12) -> tuple[dict[str, object], Shapes]:
+    """The configuration of a Hugging Face Llama, and its weights in fp32, of about ``wanted_bytes``."""
+    hidden = 64 * math.ceil(math.sqrt(wanted_bytes / ELEMENT_BYTES / (16 * layers + 16)) / 64)
+    vocabulary = 8 * hidden
+    config: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+    }
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for name in "qkvo":
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (hidden, hidden)
+        for name in ("gate", "up"):
+            shapes[f"{prefix}.mlp.{name}_proj.weight"] = (4 * hidden, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, 4 * hidden)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{name}.weight"] = (hidden,)
+    return config, shapes
+
+
 def transformer(wanted_bytes: float, layers: int = 12) -> Shapes:
     """A state of at least ``wanted_bytes``: a few large tensors, many middling ones, vectors, counters."""
     # Per parameter a weight and two moments; 12 h^2 parameters a layer and 32 h^2 in each of the embeddings.
