@@ -543,3 +543,45 @@ def test_dtensors_of_fsdp2(tmp_path: Path, world: int) -> None:
     assert {path.name for path in folder.iterdir()} == {
         f"{kind}_world_size_{world}_rank_{rank}.pt" for kind in ("model", "optim") for rank in range(world)
     }
+
+
+class Average:
+    """As a run of ours has one among its extra objects."""
+
+    def __init__(self, shapes: Mapping[str, torch.Tensor]) -> None:
+        self.state = {"decay": 0.0, "num_updates": 0, "shadow": {n: torch.zeros_like(t) for n, t in shapes.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("is_in_its_own_file", [True, False])
+def test_a_moving_average_comes_along(tmp_path: Path, run: Run, is_in_its_own_file: bool) -> None:
+    weights = dict(run.model.named_parameters())
+    averaged = {name: tensor.detach() / 3 for name, tensor in weights.items() if name != "p2.bias"}
+
+    def content(mesh: DeviceMesh, rank: int) -> Mapping[str, Any]:
+        average = {
+            "decay": 0.999,
+            "num_updates": 7,
+            "shadow": {name: by_rows(tensor, mesh) for name, tensor in averaged.items()},
+        }
+        model = run.weights(by_rows, mesh)
+        if is_in_its_own_file:
+            return {"model_world_size_{world}_rank_{rank}.pt": model, "ema_world_size_{world}_rank_{rank}.pt": average}
+        return {"all_world_size_{world}_rank_{rank}.pt": {"model": model, "ema": average}}
+
+    source = write_ranks(tmp_path / "ranks", 2, content)
+    with reshard.open_checkpoint(source) as checkpoint:
+        assert any("without a moving average: p2.bias" in note for note in checkpoint.notes)
+    found = converted(source, world_size=3)
+    model = {key: tensor for key, tensor in run.expected.items() if key.startswith("model.")}
+    assert_same(found, model | {f"extra.ema.shadow.{name}": tensor for name, tensor in averaged.items()})
+    average = Average(averaged)
+    state = reshard.TrainState(model=Model(), optimizer=None, extra={"ema": average})
+    reshard.load_state(tmp_path / "ranks-dcp", state, allow_missing=["rng"])
+    assert (average.state["decay"], average.state["num_updates"]) == (0.999, 7)
+    assert_same(average.state["shadow"], averaged)

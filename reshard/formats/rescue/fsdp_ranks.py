@@ -24,13 +24,14 @@ from reshard.errors import CheckpointUnsound
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.rescue import training_state
 from reshard.formats.rescue.assembly import Assembly
+from reshard.formats.rescue.ema import add_ema
 from reshard.formats.rescue.flat import model as flat_model
 from reshard.formats.rescue.flat import ranks as flat_ranks
 from reshard.formats.rescue.hints import Hints
 from reshard.formats.rescue.optimizer_names import names_by_id
 from reshard.formats.rescue.rank_file import RankFile, open_rank_files
 from reshard.formats.rescue.rank_sets import RankSet, require_complete
-from reshard.formats.rescue.rank_state import RankState, is_tensor, rank_state
+from reshard.formats.rescue.rank_state import EMA, RankState, is_tensor, rank_state
 from reshard.formats.rescue.sharded_classes import Held
 from reshard.index.names import canonical_names
 
@@ -75,7 +76,9 @@ def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence
         parts.append("optimizer")
     schedulers = _schedulers(states[0])
     rng_ranks = _rng(assembly, states)
-    if left_out := sorted({key for state in states for key in state.rest} - {"scheduler", *_RNG_KEYS, *_STEP_KEYS}):
+    averages = {} if flat is not None else add_ema(assembly, states, list(_parameters(states[0], names)))
+    known = {"scheduler", *_RNG_KEYS, *_STEP_KEYS, *((EMA,) if flat is None else ())}
+    if left_out := sorted({key for state in states for key in state.rest} - known):
         assembly.notes.append(f"left out, for nothing here knows what it is: {', '.join(left_out)}")
     manifest = training_state.manifest_of(
         assembly,
@@ -85,6 +88,7 @@ def _assembled(assembly: Assembly, states: Sequence[RankState], opened: Sequence
         lr=[group.get("lr") for group in groups or ()],
         schedulers=schedulers,
         rng_ranks=rng_ranks,
+        encoded_extra=averages,
     )
     return assembly.build(NAME, manifest)
 
@@ -155,10 +159,7 @@ def _names(
                     shapes.setdefault(entry, value.shape)
     first = holders[0]
     assert first.optimizer is not None
-    model = first.model.content if first.model else {}
-    # Where anything is sharded, what is not is a buffer.
-    sharded = {names[name]: value.shape for name, value in model.items() if isinstance(value, Held)}
-    parameters = sharded or {names[name]: value.shape for name, value in model.items() if is_tensor(value)}
+    parameters = _parameters(first, names)
     return dict(
         names_by_id(
             [group["params"] for group in groups],
@@ -170,6 +171,13 @@ def _names(
             is_strict=hints.optimizer == "named",
         )
     )
+
+
+def _parameters(state: RankState, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, of what can be a parameter: where anything is sharded, what is not is a buffer."""
+    model = state.model.content if state.model else {}
+    sharded = {names[name]: value.shape for name, value in model.items() if isinstance(value, Held)}
+    return sharded or {names[name]: value.shape for name, value in model.items() if is_tensor(value)}
 
 
 def _schedulers(state: RankState) -> dict[str, Any]:

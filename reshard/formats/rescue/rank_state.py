@@ -6,6 +6,7 @@ by its content: an optimizer's state has ``state`` and ``param_groups``; a model
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from reshard.formats.torch_archive import Stored
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizer_states")
+EMA = "ema"
+_EMA_KEYS = ("ema", "ema_model", "model_ema", "ema_state_dict", "ema_state")
+_IN_EMA_FILE = re.compile(r"(?:^|[_\-.])ema(?:[_\-.]|$)", re.IGNORECASE)
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "scheduler_state_dict")
 
 
@@ -33,7 +37,7 @@ class RankState:
     """What one rank's files hold.
 
     Attributes:
-        rest: key -> value, of what is neither; a scheduler has the key ``scheduler``.
+        rest: key -> value, of what is neither; a scheduler has the key ``scheduler``, a moving average ``ema``.
     """
 
     rank: int
@@ -71,7 +75,9 @@ def rank_state(rank: int, files: Iterable[RankFile]) -> RankState:
     state = RankState(rank)
     for source in files:
         root = source.root
-        if is_optimizer(root):
+        if isinstance(root, dict) and _IN_EMA_FILE.search(source.path.stem):
+            _set_ema(state, root, source)
+        elif is_optimizer(root):
             _set(state, "optimizer", root, source)
         elif isinstance(root, dict) and (found := _under(root, _MODEL_KEYS, is_model)) is not None:
             _set(state, "model", root[found], source)
@@ -90,8 +96,18 @@ def _sort_rest(state: RankState, content: dict[Any, Any], source: RankFile) -> N
     for key, value in content.items():
         if key == found:
             _set(state, "optimizer", value, source)
+        elif key in _EMA_KEYS and isinstance(value, dict):
+            _set_ema(state, value, source)
         else:
             state.rest["scheduler" if key in _SCHEDULER_KEYS else str(key)] = value, source
+
+
+def _set_ema(state: RankState, content: dict[Any, Any], source: RankFile) -> None:
+    if EMA in state.rest:
+        raise _twice("a moving average", state.rank, source, state.rest[EMA][1])
+    # A file that holds nothing else has it under a key of that name, or at its root.
+    inner = [key for key in _EMA_KEYS if isinstance(content.get(key), dict)]
+    state.rest[EMA] = (content[inner[0]] if inner and len(content) == 1 else content), source
 
 
 def _under(content: dict[Any, Any], keys: Iterable[str], fits: Any) -> str | None:
@@ -119,11 +135,15 @@ def _set(state: RankState, part: str, content: dict[Any, Any], source: RankFile)
             hint="save optimizer.state_dict() as it is",
         )
     if (known := getattr(state, part)) is not None:
-        raise CheckpointUnsound(
-            f"two files of a rank hold {'a model' if part == 'model' else 'an optimizer'}",
-            path=source.path,
-            rank=state.rank,
-            found=known.source.path.name,
-            hint="name the folder or a file of one checkpoint",
-        )
+        raise _twice("a model" if part == "model" else "an optimizer", state.rank, source, known.source)
     setattr(state, part, Part(content, source))
+
+
+def _twice(what: str, rank: int, source: RankFile, other: RankFile) -> CheckpointUnsound:
+    return CheckpointUnsound(
+        f"two files of a rank hold {what}",
+        path=source.path,
+        rank=rank,
+        found=other.path.name,
+        hint="name the folder or a file of one checkpoint",
+    )

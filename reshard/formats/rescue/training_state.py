@@ -140,6 +140,7 @@ def manifest_at(
     mesh: Mapping[str, int] | None = None,
     rng_ranks: int = 0,
     extra: Mapping[str, Any] | None = None,
+    encoded_extra: Mapping[str, tagged.Json] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> Manifest:
     """A manifest of what another tool's files held; parts that they lacked are not in it.
@@ -150,10 +151,11 @@ def manifest_at(
         parts: which of model and optimizer are there.
         lr: of each parameter group.
         schedulers, extra: states by name.
+        encoded_extra: further ones, as the manifest has them.
         rng_ranks: how many ranks' random states are there.
     """
     encoded = _encoded(notes, schedulers or {}, "scheduler")
-    others = _encoded(notes, extra or {}, "extra")
+    others = {**_encoded(notes, extra or {}, "extra"), **(encoded_extra or {})}
     held = [
         *parts,
         *(["scheduler"] if encoded else []),
