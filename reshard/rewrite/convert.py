@@ -33,6 +33,7 @@ from reshard.rewrite.selection import Selection, select
 from reshard.rewrite.tied import aliases_of, without
 from reshard.rewrite.training_keys import MODEL, Renaming, with_renamings, with_training_keys
 from reshard.rewrite.unstack import unstacked
+from reshard.storage.durable import storage_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -264,6 +265,7 @@ def _beside(checkpoint: Checkpoint, wanted: Conversion) -> list[Path]:
         return []
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for place in (folder, *(folder / name for name in _BESIDE_FOLDERS)):
-        if place.is_dir() and (found := [path for path in sorted(place.iterdir()) if _BESIDE.fullmatch(path.name)]):
-            return [path for path in found if path.is_file()]
+        with storage_errors("list the folder", place):
+            if place.is_dir() and (found := [path for path in sorted(place.iterdir()) if _BESIDE.fullmatch(path.name)]):
+                return [path for path in found if path.is_file()]
     return []

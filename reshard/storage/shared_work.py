@@ -192,15 +192,15 @@ class SharedWork:
             known = job.read_text() if job.exists() else None
         if known == self._job and self.folder.is_dir():
             self.continued = True
-            for path in self._work.iterdir():
+            for path in _listed(self._work):
                 if path.name not in ("job", "lock") and not path.name.startswith("journal-"):
                     remove_tree(path)
-            for path in self.folder.iterdir():
+            for path in _listed(self.folder):
                 if temporary_target(path.name) is not None:
                     remove_tree(path)
             return
         remove_tree(self.folder)
-        for path in self._work.iterdir():
+        for path in _listed(self._work):
             if path.name != "lock":
                 remove_tree(path)
         make_folder(self.folder)
@@ -232,3 +232,8 @@ class SharedWork:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _listed(folder: Path) -> list[Path]:
+    with storage_errors("list the folder", folder):
+        return list(folder.iterdir())

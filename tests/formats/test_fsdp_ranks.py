@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from legacy import sharded, write_ranks
 from ranks import run_ranks
 from rewriting import assert_same, stock_tensors
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -585,3 +585,32 @@ def test_a_moving_average_comes_along(tmp_path: Path, run: Run, is_in_its_own_fi
     reshard.load_state(tmp_path / "ranks-dcp", state, allow_missing=["rng"])
     assert (average.state["decay"], average.state["num_updates"]) == (0.999, 7)
     assert_same(average.state["shadow"], averaged)
+
+
+def test_a_lora_run_of_verl_is_read_from_the_files_of_the_ranks(tmp_path: Path) -> None:
+    """The folder beside them has the adapter once more, for PEFT."""
+    torch.manual_seed(0)
+    base = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {
+        f"{base}.base_layer.weight": torch.rand(6, 4),
+        f"{base}.lora_A.default.weight": torch.rand(2, 4),
+        f"{base}.lora_B.default.weight": torch.rand(6, 2),
+    }
+    source = write_ranks(
+        tmp_path / "actor",
+        4,
+        lambda mesh, rank: {
+            "model_world_size_{world}_rank_{rank}.pt": {n: by_rows(t, mesh) for n, t in weights.items()}
+        },
+    )
+    (source / "lora_adapter").mkdir()
+    adapter = {n.replace(".default", ""): t for n, t in weights.items() if "lora_" in n}
+    save_file(adapter, source / "lora_adapter" / "adapter_model.safetensors")
+    (source / "lora_adapter" / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 8}))
+    (source / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}))
+    expected = {f"model.{name}": tensor for name, tensor in weights.items()}
+    assert_same(converted(source, world_size=3), expected)
+    reshard.convert(source / "model_world_size_4_rank_2.pt", tmp_path / "of-a-file")
+    assert_same(stock_tensors(tmp_path / "of-a-file"), expected)
+    reshard.convert(source / "lora_adapter", tmp_path / "adapter")
+    assert_same(stock_tensors(tmp_path / "adapter"), {f"model.{name}": tensor for name, tensor in adapter.items()})

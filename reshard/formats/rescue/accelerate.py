@@ -32,6 +32,7 @@ from reshard.formats.rescue.merged import merged
 from reshard.formats.rescue.rank_file import RankFile, open_rank_file
 from reshard.formats.rescue.rank_sets import rank_sets
 from reshard.index.kinds import optimizer_place
+from reshard.storage.durable import storage_errors
 
 NAME = "accelerate"
 
@@ -58,7 +59,8 @@ def open_accelerate(folder: Path, hints: Hints) -> Checkpoint:
         UsageError: it holds several models, or lacks what a hint could give.
         CheckpointUnsound: files are missing or damaged.
     """
-    paths = sorted(folder.iterdir())
+    with storage_errors("list the folder", folder):
+        paths = sorted(folder.iterdir())
     folders = []
     for pattern in (_MODEL_FOLDER, _OPTIMIZER_FOLDER):
         found = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
