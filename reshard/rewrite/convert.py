@@ -43,7 +43,8 @@ FILE_BYTES = 5_000_000_000
 # What a model needs beside its weights to be loaded by name.
 _BESIDE = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json|vocab\..*|merges\.txt|"
-    r"added_tokens\.json|preprocessor_config\.json|processor_config\.json|chat_template\..*|spiece\.model"
+    r"added_tokens\.json|preprocessor_config\.json|processor_config\.json|chat_template\..*|spiece\.model|"
+    r"adapter_config\.json"
 )
 _BESIDE_FOLDERS = ("huggingface", "hf")
 

@@ -614,3 +614,4 @@ def test_a_lora_run_of_verl_is_read_from_the_files_of_the_ranks(tmp_path: Path) 
     assert_same(stock_tensors(tmp_path / "of-a-file"), expected)
     reshard.convert(source / "lora_adapter", tmp_path / "adapter")
     assert_same(stock_tensors(tmp_path / "adapter"), {f"model.{name}": tensor for name, tensor in adapter.items()})
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == {"r": 2, "lora_alpha": 8}
