@@ -615,3 +615,23 @@ def test_a_lora_run_of_verl_is_read_from_the_files_of_the_ranks(tmp_path: Path) 
     reshard.convert(source / "lora_adapter", tmp_path / "adapter")
     assert_same(stock_tensors(tmp_path / "adapter"), {f"model.{name}": tensor for name, tensor in adapter.items()})
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == {"r": 2, "lora_alpha": 8}
+
+
+def test_an_average_without_a_model_beside_it_is_the_model(tmp_path: Path, run: Run) -> None:
+    source = write_ranks(
+        tmp_path / "ranks",
+        2,
+        lambda mesh, rank: {"model_ema_world_size_{world}_rank_{rank}.pt": run.weights(by_rows, mesh)},
+    )
+    assert_same(converted(source), {key: tensor for key, tensor in run.expected.items() if key.startswith("model.")})
+
+
+def test_a_run_whose_files_are_named_after_an_average_keeps_model_and_optimizer(
+    tmp_path: Path, run: Run, order: Path
+) -> None:
+    def content(mesh: DeviceMesh, rank: int) -> Mapping[str, Any]:
+        parts = {"model": run.weights(by_rows, mesh), "optimizer": run.moments(by_rows, mesh)}
+        return {"run-ema-world_size_{world}_rank_{rank}.pt": parts}
+
+    source = write_ranks(tmp_path / "ranks", 2, content)
+    assert_same(converted(source, param_order=order), run.expected)

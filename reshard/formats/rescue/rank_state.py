@@ -75,7 +75,7 @@ def rank_state(rank: int, files: Iterable[RankFile]) -> RankState:
     state = RankState(rank)
     for source in files:
         root = source.root
-        if isinstance(root, dict) and _IN_EMA_FILE.search(source.path.stem):
+        if _is_average(root, source):
             _set_ema(state, root, source)
         elif is_optimizer(root):
             _set(state, "optimizer", root, source)
@@ -88,7 +88,16 @@ def rank_state(rank: int, files: Iterable[RankFile]) -> RankState:
             _sort_rest(state, root, source)
         else:
             state.rest[source.path.stem] = root, source
+    if state.model is None and EMA in state.rest and is_model(state.rest[EMA][0]):
+        # Without a model beside it, the average is the model that is asked for.
+        state.model = Part(*state.rest.pop(EMA))
     return state
+
+
+def _is_average(root: Any, source: RankFile) -> bool:
+    """Whether a file is named after an average, and has nothing that belongs to a run's own weights."""
+    is_named = isinstance(root, dict) and _IN_EMA_FILE.search(source.path.stem) is not None
+    return is_named and not is_optimizer(root) and _under(root, _OPTIMIZER_KEYS, is_optimizer) is None
 
 
 def _sort_rest(state: RankState, content: dict[Any, Any], source: RankFile) -> None:
