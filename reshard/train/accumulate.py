@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard.batch.plan import BatchPlan
 from reshard.dcp.ranks import all_ranks
 from reshard.errors import UsageError
-from reshard.train.exact import ExactReduction, exact_reduction
 from reshard.train.sampler import ElasticSampler
+from reshard.train.slot_sums import ExactReduction, exact_reduction
 from reshard.train.streams import SlotStreams
 
 Batch = TypeVar("Batch")
@@ -83,6 +83,7 @@ def accumulate(
     reduction = exact_reduction(model)
     if reduction is not None:
         reduction.require_place(step.dp_rank, plan.ranks)
+        reduction.require_as_promised()
     elif plan.ranks > 1:
         _require_reduced(model)
     if len(micro_batches) != step.micro_steps:

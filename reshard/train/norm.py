@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import UsageError
-from reshard.train.exact import exact_reduction
 from reshard.train.fsdp1 import is_fsdp1
+from reshard.train.slot_sums import exact_reduction
 
 # Float64 copies of a gradient are made piece by piece.
 PIECE_ELEMENTS = 1 << 20
@@ -41,12 +41,12 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> float:
     if is_fsdp1(model):
         raise UsageError("FSDP1 clips at its root, and this module only contains one", hint="pass the FSDP1 root")
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if exact_reduction(model) is None:
+    reduction = exact_reduction(model)
+    if reduction is None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    group = next((g.device_mesh.get_group() for g in gradients if isinstance(g, DTensor)), None)
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    norm_before = exact_norm(local, group)
+    norm_before = exact_norm(local, reduction.shard_group)
     # As torch clips: the coefficient is at most 1, and not-a-number passes through to every gradient.
     coefficient = max_norm / (norm_before + 1e-6)
     if not coefficient >= 1.0:

@@ -13,13 +13,14 @@ from lab import FEATURES, Block, Net, Points, raw, wrap_fsdp1, wrap_fsdp2
 from ranks import RankFailed, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import reshard
 from reshard import BatchPlan, ElasticSampler, SlotStreams
-from reshard.train.exact import exact_reduction
+from reshard.train.slot_sums import exact_reduction
 
 
 class Tied(Net):
@@ -55,10 +56,18 @@ class Partly(Net):
 MODELS = {"net": Net, "tied": Tied, "recomputed": Recomputed, "partly": Partly}
 
 
-def end_of_run(kind: str, slots: int, micro_batch: int, bf16: bool, exact: bool, steps: int = 3) -> str:
+def end_of_run(
+    kind: str,
+    slots: int,
+    micro_batch: int,
+    bf16: bool,
+    exact: bool,
+    mesh: tuple[int, ...] | None = None,
+    steps: int = 3,
+) -> str:
     """SHA-256 over losses, parameters and moments after a few steps with dropout and clipping."""
     torch.manual_seed(0)
-    model = wrap_fsdp2(MODELS[kind](), bf16=bf16)
+    model = wrap_fsdp2(MODELS[kind](), mesh, bf16=bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.1)
     if exact:
         reshard.exact(model, [optimizer])
@@ -87,8 +96,16 @@ def end_of_run(kind: str, slots: int, micro_batch: int, bf16: bool, exact: bool,
 
 
 @cache
-def outcome(world: int, kind: str, slots: int, micro_batch: int, bf16: bool = False, exact: bool = True) -> str:
-    (only,) = set(run_ranks(world, end_of_run, kind, slots, micro_batch, bf16, exact))
+def outcome(
+    world: int,
+    kind: str,
+    slots: int,
+    micro_batch: int,
+    bf16: bool = False,
+    exact: bool = True,
+    mesh: tuple[int, ...] | None = None,
+) -> str:
+    (only,) = set(run_ranks(world, end_of_run, kind, slots, micro_batch, bf16, exact, mesh))
     return only
 
 
@@ -115,9 +132,27 @@ def test_odd_models_too(kind: str) -> None:
     assert len({outcome(world, kind, 7, 1) for world in (1, 2, 3)}) == 1
 
 
+# (replicas, shards): HSDP, of which the last but one has replicas that idle in the last micro-step.
+@pytest.mark.parametrize(
+    ("mesh", "slots", "bf16"), [((2, 2), 12, False), ((3, 2), 7, True), ((2, 3), 7, False)], ids=str
+)
+def test_replicas_have_the_bits_of_one_rank(mesh: tuple[int, int], slots: int, bf16: bool) -> None:
+    assert outcome(mesh[0] * mesh[1], "net", slots, 1, bf16, mesh=mesh) == outcome(1, "net", slots, 1, bf16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("slots", [12, 7])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (3, 2), (2, 3)], ids=str)
+def test_replicas_grid(mesh: tuple[int, int], kind: str, slots: int, bf16: bool) -> None:
+    assert outcome(mesh[0] * mesh[1], kind, slots, 1, bf16, mesh=mesh) == outcome(1, kind, slots, 1, bf16)
+
+
 def test_the_stock_reduction_has_other_bits() -> None:
     """Else the tests above would prove nothing."""
     assert outcome(1, "net", 12, 1, exact=False) != outcome(3, "net", 12, 1, exact=False)
+    assert outcome(4, "net", 12, 1, exact=False) != outcome(4, "net", 12, 1, exact=False, mesh=(2, 2))
 
 
 def exact_step(model: nn.Module, slots: list[torch.Tensor], compute: Any = None, plan: BatchPlan | None = None) -> Any:
@@ -219,6 +254,9 @@ def test_ranks_that_use_different_parameters_are_an_error_on_every_rank() -> Non
     assert str(failure.value).count("parameters that only some slots of this step used") == 2
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch cannot reduce unused parameters"
+)
 def test_with_unused_parameters_reduced_as_zeros_they_are_exact() -> None:
     seen = set()
     for world in (1, 2, 3):
@@ -348,6 +386,128 @@ def test_deterministic_algorithms_and_the_number_of_threads_are_set() -> None:
     assert run_ranks(1, deterministic) == [(False, True, 1)]
 
 
+def changed_since(threads: int, deterministic: bool) -> None:
+    model = fully_shard(Scale(4), mesh=init_device_mesh("cpu", (1,)))
+    reshard.exact(model, threads=2)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    exact_step(model, [torch.ones(4)] * 2)
+
+
+def test_what_exact_mode_set_for_the_process_is_to_stay() -> None:
+    run_ranks(1, changed_since, 2, True)
+    with pytest.raises(
+        RankFailed, match=r"threads: the number of CPU threads was changed .*: expected 2, found 1; give"
+    ):
+        run_ranks(1, changed_since, 1, True)
+    with pytest.raises(RankFailed, match=r"deterministic algorithms were switched off after reshard\.exact"):
+        run_ranks(1, changed_since, 2, False)
+
+
+def other_machines() -> None:
+    if dist.get_rank() == 1:
+        torch.backends.cpu.get_cpu_capability = lambda: "DEFAULT"
+    reshard.exact(wrap_fsdp2(Net()))
+
+
+def test_ranks_on_different_kinds_of_machines_are_refused() -> None:
+    with pytest.raises(
+        RankFailed, match=r"different kinds of machines: .*: expected one kind, found \S+ \S+, \S+ DEFAULT"
+    ):
+        run_ranks(2, other_machines)
+
+
+def no_threads() -> None:
+    reshard.exact(wrap_fsdp2(Net()), threads=0)
+
+
+def test_no_threads_are_refused() -> None:
+    with pytest.raises(RankFailed, match=r"threads: not a count: expected an int of at least 1, found 0"):
+        run_ranks(1, no_threads)
+
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+}
+
+
+def element_wise() -> dict[tuple[str, bool], str]:
+    """SHA-256 of a model after a few steps of each optimizer; the gradients are a fixed function of the step."""
+    found = {}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, options in OPTIMIZERS.items():
+        for foreach in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(37, 53), nn.Linear(53, 11))
+            fully_shard(model, mesh=mesh)
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, foreach=foreach, **options)
+            reshard.exact(model, [optimizer])
+            for step in range(4):
+                generator = torch.Generator().manual_seed(step)
+                for parameter in model.parameters():
+                    whole = torch.randn(parameter.shape, generator=generator)
+                    parameter.grad = distribute_tensor(whole, mesh, parameter.placements)
+                optimizer.step()
+            bits = b"".join(raw(parameter.full_tensor()) for parameter in model.parameters())
+            found[name, foreach] = hashlib.sha256(bits).hexdigest()
+    return found
+
+
+def test_the_optimizers_that_are_taken_are_element_wise_in_both_forms() -> None:
+    (one,) = run_ranks(1, element_wise)
+    for world in (2, 3):
+        assert run_ranks(world, element_wise) == [one] * world
+    assert len(set(one.values())) >= len(OPTIMIZERS)
+
+
+def scaled(slots: list[float]) -> Any:
+    """Two steps in fp16 with a scaler: the scale after each, whether it was skipped, and the parameters' bits."""
+    torch.manual_seed(0)
+    model = fully_shard(Scale(5), mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=HALF)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    reshard.exact(model, [optimizer])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    plan = BatchPlan(len(slots), 1, dist.get_world_size())
+    told = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        mine = [slots[min(first + dist.get_rank(), len(slots) - 1)] for first in range(0, len(slots), plan.ranks)]
+        # The last element's gradient is the slot's value: it lies on the last rank alone.
+        batches = [torch.tensor([1.0, 0.5, 0.25, 2.0, value]) for value in mine]
+        reshard.accumulate(model, batches, lambda x: model(x).float().sum(), plan, scaler=scaler)
+        scaler.unscale_(optimizer)
+        norm = reshard.clip_grad_norm_(model, 0.5)
+        before = raw(model.weight.full_tensor())
+        scaler.step(optimizer)
+        scaler.update()
+        after = raw(model.weight.full_tensor())
+        told.append((repr(norm), before == after, scaler.get_scale(), after))
+    return told
+
+
+HALF = MixedPrecisionPolicy(torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("bad", [None, 60000.0, float("inf"), float("nan")], ids=str)
+def test_a_scaler_decides_alike_on_all_ranks_and_at_every_world_size(bad: float | None) -> None:
+    """A gradient that overflows, or is not a number, in one element of one slot."""
+    slots = [0.5, 1.0, 0.125, 3.0, bad or 0.75, 0.25, 1.5]
+    seen = [told for world in (1, 2, 3) for told in run_ranks(world, scaled, slots)]
+    assert all(told == seen[0] for told in seen)
+    skipped = [was_skipped for _, was_skipped, _, _ in seen[0]]
+    assert skipped == [bad is not None] * 2
+    assert [scale for _, _, scale, _ in seen[0]] == ([512.0, 256.0] if bad is not None else [2048.0, 4096.0])
+
+
 class WithBatchNorm(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -375,8 +535,12 @@ def refused(case: str) -> None:
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model, ignored_params={model.out.weight})
-    elif case == "hsdp":
+    elif case == "replicas alone":
         wrap_fsdp2(model, (2, 1))
+    elif case == "tensor parallel":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"inp": ColwiseParallel(), "out": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
     elif case == "meshes":
         model = two_meshes()
     elif case == "bf16":
@@ -398,9 +562,14 @@ REFUSALS = {
     "fsdp1": (1, "needs FSDP2: FSDP1 has no hook for its reduce-scatter; use fully_shard"),
     "fsdp1 inside": (1, "needs FSDP2: FSDP1 has no hook"),
     "outside": (1, "out.weight: exact mode needs every trained parameter under fully_shard"),
-    "hsdp": (
+    "replicas alone": (
         2,
-        r"one-dimensional mesh: expected 1 mesh axis, found 2 \(\('dp_replicate', 'dp_shard'\)\); use the stock",
+        r"inp.weight: exact mode cannot order sums over replicas that are not .* found a mesh of 2 x 1;",
+    ),
+    "tensor parallel": (
+        2,
+        r"inp.weight: exact mode needs a mesh of shards, or of replicas and shards: "
+        r"expected 1 mesh axis, or 2 \(HSDP\), found 2 \(\('dp', 'tp'\)\), ",
     ),
     "meshes": (4, "exact mode needs one mesh for all parameters: expected 1, found 2"),
     "bf16": (1, r"inp.weight: exact mode needs parameters in fp32: expected torch.float32, found torch.bfloat16; keep"),
