@@ -21,7 +21,7 @@ from session import Section, measure, options, report, run_main
 
 EXACT, STOCK = "exact", "stock"
 WORLDS = (1, 2, 3, 4)
-# The script of the ranks takes them as they are. Small compute beside the communication: where exact mode would cost most.
+# As the script of the ranks takes them: little compute beside the communication, where exact mode would cost most.
 STEP = {"layers": 4, "width": 512, "length": 64, "global_batch": 12, "micro_batch": 1}
 MEMORY = {"layers": 2, "width": 1024, "length": 32, "global_batch": 8, "micro_batch": 1, "bf16": False}
 COLUMNS = [

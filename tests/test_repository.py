@@ -196,7 +196,7 @@ def test_the_command_line_is_frozen() -> None:
             "--world-size",
         ],
         "check": ["--debug", "--deep", "--help", "--in", "--json"],
-        "compare-traces": ["--debug", "--epsilon", "--force", "--help", "--json", "--plot"],
+        "compare-traces": ["--column", "--debug", "--epsilon", "--force", "--help", "--json", "--plot"],
         "convert": [
             "--debug",
             "--drop",

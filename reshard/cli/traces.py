@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.cli.output import print_json, print_text
@@ -14,12 +15,16 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = verbs.add_parser(
         "compare-traces",
         help="compare the loss traces of two runs step by step",
-        description="Compare two loss traces (JSON lines) step by step. Exit 0 if they agree, 1 if they differ.",
+        description="Compare two loss traces step by step: our own, or those of other trainers as JSON lines, CSV "
+        "(exports of Weights & Biases included), trainer_state.json of Hugging Face, or TensorBoard event files. "
+        "Exit 0 if they agree, 1 if they differ.",
     )
     parser.add_argument("reference", metavar="REF", type=Path, help="trace of the uninterrupted run")
     parser.add_argument(
-        "resumed", metavar="RESUMED", type=Path, help="trace of the resumed run, all attempts in one file"
-    )
+        "resumed", metavar="RESUMED", type=Path,
+        help="trace of the resumed run, all attempts in one file; or a folder of event files, one an attempt",
+    )  # fmt: skip
+    add_column_option(parser)
     parser.add_argument(
         "--epsilon",
         type=float,
@@ -33,13 +38,40 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.set_defaults(run=_run)
 
 
+def add_column_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--column`, for verbs that read traces of other trainers."""
+    parser.add_argument(
+        "--column", action="append", default=[], dest="columns", metavar="FIELD=NAME",
+        help="which column of a trainer's own trace holds a field, such as loss=train/loss; taken wherever a trace has "
+        "that column (repeatable)",
+    )  # fmt: skip
+
+
+def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
+    """From field to column.
+
+    Raises:
+        UsageError: not of the form FIELD=NAME, or a field that is given twice.
+    """
+    columns: dict[str, str] = {}
+    for pair in pairs:
+        field, _, name = pair.partition("=")
+        if not field or not name:
+            raise UsageError("not a column", key="--column", expected="FIELD=NAME", found=pair)
+        if field in columns:
+            raise UsageError(f"{field} is given twice", key="--column", hint="name one column for it")
+        columns[field] = name
+    return columns
+
+
 def _run(args: argparse.Namespace) -> int:
     from reshard.verify.traces.compare import compare_traces, format_table
-    from reshard.verify.traces.trace import read_trace
+    from reshard.verify.traces.reading import read_runs
 
     if args.plot is not None and args.plot.exists() and not args.force:
         raise UsageError("exists already", path=args.plot, hint="overwrite it with --force")
-    comparison = compare_traces(read_trace(args.reference), read_trace(args.resumed), epsilon=args.epsilon)
+    reference, resumed = read_runs([args.reference, args.resumed], parse_columns(args.columns))
+    comparison = compare_traces(reference, resumed, epsilon=args.epsilon)
     if args.json:
         print_json(comparison.to_json())
     else:

@@ -59,3 +59,37 @@ def test_a_plot_is_drawn_and_not_overwritten_without_force(tmp_path: Path, capsy
     assert main(argv) == 2
     assert "--force" in capsys.readouterr().err
     assert main([*argv, "--force"]) == 1
+
+
+def test_a_trace_of_ours_is_compared_with_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = trace(tmp_path / "a")
+    table = tmp_path / "wandb.csv"
+    table.write_text("Step,run - score\n" + "".join(f"{step},{3 / step!r}\n" for step in range(1, 6)))
+    for argv in ([ours, str(table)], [str(table), ours]):
+        assert main(["compare-traces", *argv]) == 2
+        assert "no column is known to be the loss; name it with --column loss=NAME" in capsys.readouterr().err
+        assert main(["compare-traces", *argv, "--column", "loss=run - score"]) == 0
+        assert capsys.readouterr().out.endswith("the traces agree (epsilon 0)\n")
+    table.write_text(table.read_text().replace("run - score", "run - train/loss"))
+    assert main(["compare-traces", ours, str(table)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "what"),
+    [
+        (["loss"], "--column: not a column: expected FIELD=NAME, found loss"),
+        (["=loss"], "--column: not a column"),
+        (["loss="], "--column: not a column"),
+        (["loss=a=b"], "loss=a=b: no such column"),
+        (["loss=ranks", "loss=lr"], "--column: loss is given twice"),
+        (["lost=ranks"], "lost: not a field of a trace: expected one of step, loss,"),
+    ],
+)
+def test_a_column_that_cannot_be_taken_is_exit_2(
+    tmp_path: Path, columns: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = trace(tmp_path / "a")
+    options = [word for column in columns for word in ("--column", column)]
+    assert main(["compare-traces", reference, reference, *options]) == 2
+    out, err = capsys.readouterr()
+    assert what in err and out == "" and "Traceback" not in err
