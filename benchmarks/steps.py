@@ -1,6 +1,6 @@
 """What the ranks of `exact.py` do: train two models in turns, and print what a step of each cost as one line of JSON.
 
-    torchrun --nproc-per-node=N steps.py '{"layers": 4, ...}'
+torchrun --nproc-per-node=N steps.py '{"layers": 4, ...}'
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import functools
 import hashlib
 import os
 import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from reshard.errors import UsageError
 
@@ -29,6 +31,52 @@ def attempt_token() -> str:
 @functools.cache
 def _random_name() -> str:
     return uuid.uuid4().hex[:12]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What whoever started a run wants otherwise than its configuration says; None where nothing is said.
+
+    Attributes:
+        checkpoints: ``RESHARD_CHECKPOINTS``, the folder to save in and to resume from.
+        trace: ``RESHARD_TRACE``, the file for the trace.
+        steps: ``RESHARD_STEPS``, how many optimizer steps to train in all.
+        interval: ``RESHARD_INTERVAL``, steps between saves.
+    """
+
+    checkpoints: str | None = None
+    trace: str | None = None
+    steps: int | None = None
+    interval: int | None = None
+
+    @classmethod
+    def given(cls) -> Orders:
+        """From this process's environment.
+
+        Raises:
+            UsageError: a variable that should hold a count does not.
+        """
+        checkpoints, trace = (os.environ.get(f"RESHARD_{name}") or None for name in ("CHECKPOINTS", "TRACE"))
+        return cls(checkpoints, trace, _count("RESHARD_STEPS"), _count("RESHARD_INTERVAL"))
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of a process that is to follow them; what is not said is taken out, as an empty text."""
+        values = {"CHECKPOINTS": self.checkpoints, "TRACE": self.trace, "STEPS": self.steps, "INTERVAL": self.interval}
+        return {f"RESHARD_{name}": "" if value is None else str(value) for name, value in values.items()}
+
+
+def _count(name: str) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise UsageError("not a count", key=name, expected="a whole number above 0", found=repr(text))
+    return int(text)
+
+
+def inherited(variables: Mapping[str, str], without: Collection[str] = ()) -> dict[str, str]:
+    """The environment for a child process: this process's own, less some, and these."""
+    return {**{name: value for name, value in os.environ.items() if name not in without}, **variables}
 
 
 def control_timeout_s() -> float:

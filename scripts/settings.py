@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ class Settings:
 def read_settings(path: str, changes: list[str]) -> Settings:
     """Reads a YAML file and applies changes such as ``train.steps=40``, or ``steps=40`` where only one section has it.
 
+    ``RESHARD_STEPS`` wins over both: ``reshard prove`` says with it how far to train.
+
     Raises SystemExit, with what is wrong and where, on anything unknown or missing.
     """
     try:
@@ -101,7 +104,10 @@ def read_settings(path: str, changes: list[str]) -> Settings:
             raise SystemExit(f"{change}: expected key=value")
         section, name = _place(key, values)
         section[name] = yaml.safe_load(text)
-    return _checked(Settings, values, path)
+    settings: Settings = _checked(Settings, values, path)
+    if steps := os.environ.get("RESHARD_STEPS"):
+        settings.train.steps = int(steps)
+    return settings
 
 
 def _place(key: str, values: dict[str, Any]) -> tuple[dict[str, Any], str]:

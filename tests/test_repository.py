@@ -31,6 +31,7 @@ LAYERS = [
     "plan",
     "index",
     "geometry",
+    "processes",
     "storage",
     "batch",
     "environment",
@@ -116,7 +117,7 @@ HAZARDS = {
     "environment variables": (("os.environ", "os.getenv", "os.putenv"), {"environment.py"}),
     "signals": (("signal.signal", "signal.sigaction"), {"cluster/signals.py"}),
     "printing": (("print", "sys.stdout", "sys.stdout.write"), {"cli/output.py", "cli/main.py"}),
-    "subprocesses": (("subprocess", "subprocess.run", "subprocess.Popen", "os.system"), set()),
+    "subprocesses": (("subprocess", "subprocess.run", "subprocess.Popen", "os.system"), {"processes.py"}),
 }
 
 
@@ -236,6 +237,21 @@ def test_the_command_line_is_frozen() -> None:
             "--mesh",
             "--only",
             "--world-size",
+        ],
+        "prove": [
+            "--debug",
+            "--epsilon",
+            "--folder",
+            "--force",
+            "--help",
+            "--interval",
+            "--json",
+            "--kill-at",
+            "--patience-s",
+            "--ranks",
+            "--reference",
+            "--signal",
+            "--steps",
         ],
         "prune": ["--debug", "--dry-run", "--help", "--json", "--keep", "--keep-best", "--keep-every"],
     }

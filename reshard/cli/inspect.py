@@ -120,8 +120,11 @@ def _world(found: Description) -> str:
     text = f"{plural(world.ranks, 'rank')} on {plural(world.nodes, 'node')}"
     if world.gpus_per_node:
         text += f" of {plural(world.gpus_per_node, 'GPU')}"
-    mesh = ", ".join(f"{axis}={ranks}" for axis, ranks in world.mesh.items())
-    return f"{text}, mesh {mesh}" if mesh else text
+    if mesh := ", ".join(f"{axis}={ranks}" for axis, ranks in world.mesh.items()):
+        text += f", mesh {mesh}"
+    if manifest.exact is not None:
+        text += f"; exact mode on {manifest.exact['machine']}, {plural(manifest.exact['threads'], 'CPU thread')}"
+    return text
 
 
 def _kinds(found: Description) -> list[str]:

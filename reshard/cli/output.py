@@ -43,6 +43,11 @@ def _write(text: str) -> None:
         raise UsageError("cannot write the output", found=error.strerror) from error
 
 
+def print_message(text: str) -> None:
+    """How it goes on, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_error(text: object) -> None:
     """Why the verb failed, to stderr."""
     print(f"reshard: error: {text}", file=sys.stderr)

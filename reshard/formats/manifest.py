@@ -24,6 +24,8 @@ UTF-8 JSON, one object, with these fields in format 2; a reader ignores any that
     files        optional: {file: {"bytes": int, "records": str}}, the fingerprints of the files with the tensors
                  (``reshard.formats.fingerprint``), by which a file of another save is found out
     metrics      optional: {name: float or null}, what the run measured at this step; null for NaN and infinities
+    exact        optional: {"threads": int, "machine": str}, of a run in exact mode: its CPU threads, and the kind of
+                 device, on which alone its bits are promised
 
 States are tagged JSON (``reshard.formats.tagged``). NaN and Infinity, which are not JSON, and duplicate keys, of which
 parsers keep one or the other, are forbidden.
@@ -81,6 +83,7 @@ class Manifest:
     saved_at: str
     files: dict[str, dict[str, Any]] | None = None
     metrics: dict[str, float | None] | None = None
+    exact: dict[str, Any] | None = None
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
@@ -290,6 +293,10 @@ def _is_fingerprint(value: object) -> bool:
     return type(records) is str and _CRC.fullmatch(records) is not None
 
 
+def _is_exact(value: object) -> bool:
+    return type(value) is dict and _is_count(value.get("threads")) and _is_text(value.get("machine"))
+
+
 def _is_object(value: object) -> bool:
     return type(value) is dict
 
@@ -335,4 +342,5 @@ _FIELDS: dict[str, _Check] = {
 _OPTIONAL_FIELDS: dict[str, _Check] = {
     "files": ("an object of bytes and 8 hex digits of records", _object_of(_is_fingerprint)),
     "metrics": ("an object of numbers or null", _object_of(_is_number_or_null)),
+    "exact": ("an object of threads, a count, and machine, a string", _is_exact),
 }

@@ -29,6 +29,7 @@ from reshard.train.learning_rate import lr_of
 from reshard.train.model_state import model_tensors
 from reshard.train.optimizer_state import OptimizerState
 from reshard.train.rng import capture_rng
+from reshard.train.slot_sums import exact_reduction
 from reshard.train.state import DATA, SCALER, SCHEDULER, TrainState, extra_part
 
 # Larger tensors of extra objects are not compared between ranks: that would cost more than it finds.
@@ -181,15 +182,21 @@ def _manifest(
         rng={"ranks": ranks.size},
         extra=collected.extra,
         optimizers=_describe(state.optimizers, collected.optimizer),
-        versions={
-            "reshard": reshard.__version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         metrics=metrics or None,
+        exact=None if (reduction := exact_reduction(state.model)) is None else reduction.described,
         saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a run's numbers may depend on."""
+    return {
+        "reshard": reshard.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def world_of(model: torch.nn.Module, ranks: int) -> World:

@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.dcp.background import Background
 from reshard.dcp.ranks import Ranks, all_ranks
-from reshard.environment import attempt_token
+from reshard.environment import Orders, attempt_token
 from reshard.errors import CheckpointNotFound, CheckpointUnsound, ReshardError, StorageError, UsageError
 from reshard.formats import manifest
 from reshard.storage.commit import abandon_later, claim
@@ -20,6 +20,7 @@ from reshard.storage.durable import write_atomic
 from reshard.storage.retention import Best, Retention, pin, plan_retention, record_resumed, remove, unpin
 from reshard.storage.steps import committed_steps, step_path, uncommitted
 from reshard.storage.visibility import VISIBILITY_TIMEOUT_S
+from reshard.train.boundary import any_asks
 from reshard.train.capture import Captured, capture, small_state
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
@@ -29,8 +30,6 @@ from reshard.train.state import TrainState
 from reshard.verify.structure import structure_faults
 
 STOPPED_FILE = "STOPPED"
-
-_ADVANCE = "pass sampler= to accumulate, or call sampler.advance() once a step"
 
 
 class Checkpointer:
@@ -55,6 +54,10 @@ class Checkpointer:
 
     A run that is set back, by resuming from an earlier step than its newest, leaves the later ones behind: at its next
     save they are renamed ``abandoned-step-<n>-...``, or the next start would take them for the newest of this run.
+
+    What the environment asks for wins over the arguments (see :class:`reshard.environment.Orders`), so that ``reshard
+    prove`` can have a run save elsewhere, and end early: ``step`` is True then, too, as soon as ``RESHARD_STEPS`` are
+    done and saved.
 
     After each save the steps go that nothing keeps: not among the newest ``keep_latest_k``, no multiple of
     ``keep_every``, none of the best by ``keep_best``, not pinned. The newest sound step never goes, nor the one that
@@ -92,6 +95,8 @@ class Checkpointer:
         attempt: str | None = None,
         visibility_timeout_s: float = VISIBILITY_TIMEOUT_S,
     ) -> None:
+        orders = Orders.given()
+        interval = orders.interval or interval
         if type(interval) is not int or interval < 1:
             raise UsageError("not a count", key="interval", expected="an int of at least 1", found=repr(interval))
         retention = Retention(keep_latest_k, keep_every, None if keep_best is None else Best.of(keep_best))
@@ -101,7 +106,8 @@ class Checkpointer:
         self._ranks = all_ranks()
         # Absolute, so that a later change of the working directory does not split the run over two folders; rank 0's,
         # so that all mean the same one.
-        self.directory = self._ranks.broadcast(Path(directory).expanduser().absolute())
+        self.directory = self._ranks.broadcast(Path(orders.checkpoints or directory).expanduser().absolute())
+        self.last_step = orders.steps
         self.state = state
         self.interval = interval
         self.retention = retention
@@ -169,14 +175,18 @@ class Checkpointer:
             metrics: as ``save`` takes them; recorded if this step is saved.
         """
         self.state.step += 1
-        if stop := self._agree(self.stop is not None and self.stop()):
+        samples_before, self._samples = self._samples, self._trained_on()
+        asked = self.stop is not None and self.stop()
+        is_over = self.last_step is not None and self.state.step >= self.last_step
+        if stop := any_asks(self._ranks, asked, self.state.step, self._samples, samples_before):
             self._ranks.say(f"asked to stop: saving step {self.state.step}")
-        if stop or self.state.step % self.interval == 0:
+        if stop or is_over or self.state.step % self.interval == 0:
             self.save(metrics)
-        if stop:
+        if stop or is_over:
             self.wait()
+        if stop:
             self._mark_stopped()
-        return stop
+        return stop or is_over
 
     def save(self, metrics: Mapping[str, float | None] | None = None) -> Path:
         """Saves now, unless this step is saved as it is; returns its folder. Then removes the steps that nothing keeps.
@@ -330,48 +340,6 @@ class Checkpointer:
 
     def _trained_on(self) -> int | None:
         return self.state.data.samples if isinstance(self.state.data, ElasticSampler) else None
-
-    def _agree(self, stop: bool) -> bool:
-        """Whether any rank was asked to stop.
-
-        One exchange a step also tells whether the ranks are at the same step, or they would wait for each other for
-        ever, and whether the data moved on, or a resume would repeat all of it without a word.
-        """
-        step, samples = self.state.step, self._trained_on()
-        position = -1 if samples is None else samples
-        stands_still = samples is not None and samples == (self._samples or 0)
-        self._samples = samples
-        mine = (stop, stands_still, step, -step, position, -position)
-        any_stop, any_stands_still, *ends = self._ranks.maxima(mine)
-        most_steps, fewest_steps, most_samples, fewest_samples = (
-            int(ends[0]),
-            -int(ends[1]),
-            int(ends[2]),
-            -int(ends[3]),
-        )
-        if fewest_steps != most_steps:
-            raise UsageError(
-                "the ranks are at different steps",
-                key="step",
-                found=f"{fewest_steps} to {most_steps}",
-                hint="call checkpointer.step() once a step on every rank, and leave state.step to it",
-            )
-        if any_stands_still:
-            raise UsageError(
-                "the data position did not move in this step",
-                key="data",
-                expected=f"more than {fewest_samples} samples",
-                found=fewest_samples,
-                hint=f"{_ADVANCE}, before checkpointer.step()",
-            )
-        if fewest_samples != most_samples:
-            raise UsageError(
-                "the ranks are at different data positions",
-                key="data",
-                found=f"{fewest_samples} to {most_samples} samples",
-                hint=f"{_ADVANCE}, on every rank",
-            )
-        return bool(any_stop)
 
     def _mark_stopped(self) -> None:
         reason = getattr(self.stop, "received", None)

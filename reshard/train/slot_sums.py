@@ -79,6 +79,11 @@ class ExactReduction:
         assert isinstance(module, nn.Module)
         _reductions[module] = self
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the bits depend on, as manifests have it."""
+        return {"threads": self.threads, "machine": self.machine}
+
     def require_place(self, dp_rank: int, dp_ranks: int) -> None:
         """Raises UsageError if the slots are not dealt to the ranks that add up the gradients."""
         if (dp_rank, dp_ranks) != (self._rank, self.ranks):

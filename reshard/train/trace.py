@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TextIO
 
 from reshard.dcp.ranks import all_ranks
+from reshard.environment import Orders
 from reshard.storage.durable import storage_errors
 from reshard.verify.traces.trace import TraceRow, mend_trace
 
@@ -14,12 +15,14 @@ from reshard.verify.traces.trace import TraceRow, mend_trace
 class TraceWriter:
     """Appends rows to a trace file. Rank 0 writes; other ranks may call everything and write nothing.
 
+    ``RESHARD_TRACE``, where it is set, names another file than ``path`` (see :class:`reshard.environment.Orders`).
+
     What an attempt wrote before it was killed stays; lines of a later attempt supersede those past the step it
     resumed at (see :func:`reshard.verify.traces.trace.read_trace`).
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(Orders.given().trace or path).expanduser().absolute()
         self._file: TextIO | None = None
         if all_ranks().rank == 0:
             with storage_errors("open the trace", self.path):

@@ -28,6 +28,7 @@ from reshard.train.resume.parts import (
     Choices,
     check_batch,
     check_data,
+    check_exact,
     check_states,
     choose_parts,
     rng_keys,
@@ -225,6 +226,7 @@ def _plan(run: Run, source: Source, choices: Choices, report: LoadReport) -> _Pl
     with run.ranks.together():
         for check in (check_batch, check_data):
             check(run, source, choices, faults, report)
+        check_exact(run, source, report)
         check_schedulers(
             run,
             source,

@@ -15,6 +15,7 @@ from reshard.train.model_state import empty_like_shard
 from reshard.train.resume.matching import Faults, Leniency
 from reshard.train.resume.report import LoadReport, named
 from reshard.train.resume.source import Run, Source
+from reshard.train.slot_sums import exact_reduction
 from reshard.train.state import DATA, OPTIMIZER, RNG, SCALER, SCHEDULER, extra_part
 
 DAMAGED = "the checkpoint is damaged: use another step"
@@ -100,6 +101,26 @@ def check_batch(run: Run, source: Source, choices: Choices, faults: Faults, repo
         faults.add(
             f"global batch: expected {before}, as saved, found {plan.global_batch} in the run",
             f"set it back, or allow_global_batch_change=True; {offer}",
+        )
+
+
+def check_exact(run: Run, source: Source, report: LoadReport) -> None:
+    """Nothing is refused here: the state is the same, and where the bits cannot be, that is said."""
+    if source.manifest is None:
+        return
+    saved, reduction = source.manifest.exact, exact_reduction(run.state.model)
+    if saved is None or reduction is None:
+        if saved is not None:
+            report.warnings.append("the run was in exact mode and is not now: from here on its bits follow the ranks")
+        elif reduction is not None:
+            report.notes.append("exact mode from here on; up to this step the bits followed the ranks")
+        return
+    before = {**saved, "torch": source.manifest.versions.get("torch")}
+    now = {**reduction.described, "torch": torch.__version__}
+    changes = [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
+    if changes:
+        report.warnings.append(
+            f"exact mode, but not as before: {', '.join(changes)}; the bits need not be those of a run without a break"
         )
 
 

@@ -95,11 +95,11 @@ class Pairs:
         return sum(one.length_bytes + other.length_bytes for _, one, other in self.comparable)
 
 
-def pair(a: Checkpoint, b: Checkpoint) -> Pairs:
-    """Pairs the tensors and the objects of two checkpoints."""
+def pair(a: Checkpoint, b: Checkpoint, leave_out: str | None = None) -> Pairs:
+    """Pairs the tensors and the objects of two checkpoints; those whose keys begin with ``leave_out`` are no part."""
     prefixed = "a" if _is_bare(a, b) else "b" if _is_bare(b, a) else None
-    tensors = _match(_tensors(a, prefixed == "a"), _tensors(b, prefixed == "b"))
-    objects = _match(_objects(a, prefixed == "a"), _objects(b, prefixed == "b"))
+    tensors = _match(_tensors(a, prefixed == "a"), _tensors(b, prefixed == "b"), leave_out)
+    objects = _match(_objects(a, prefixed == "a"), _objects(b, prefixed == "b"), leave_out)
     both = [(key, Side(a, a_name), Side(b, b_name)) for key, a_name, b_name in tensors.common]
     both.sort(key=lambda entry: entry[1].first_place)
     alike = [entry for entry in both if entry[1].shape == entry[2].shape]
@@ -133,7 +133,9 @@ def _key(name: str, shape: tuple[int, ...]) -> str:
     return MODEL_PREFIX + name if kind_of(name, shape) == WEIGHTS else name
 
 
-def _match(a: Mapping[str, str], b: Mapping[str, str]) -> Keys:
+def _match(a: Mapping[str, str], b: Mapping[str, str], leave_out: str | None) -> Keys:
+    if leave_out is not None:
+        a, b = ({key: name for key, name in side.items() if not key.startswith(leave_out)} for side in (a, b))
     common = [(key, name, b[key]) for key, name in a.items() if key in b]
     return Keys(common, sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys()))
 

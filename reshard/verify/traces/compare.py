@@ -1,13 +1,14 @@
 """Two loss traces, step by step: does the resumed run continue the reference, and where does it first leave it?
 
-By default every loss must be equal exactly, for that is what an exact resume promises. `epsilon` allows for runs that
-add gradients in another order. The learning rate and the samples have no such excuse.
+By default every loss and every gradient norm must be equal exactly, for that is what an exact resume promises.
+`epsilon` allows for runs that add gradients in another order: then losses may differ by that much, and norms are not
+compared. The learning rate, the loss scale and the samples have no such excuse.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from reshard.errors import UsageError
@@ -30,6 +31,8 @@ class ComparedStep:
         ranks: data-parallel ranks of the resumed run.
         accumulation: micro-steps per rank of the resumed run.
         samples_equal: whether both had trained on as many samples.
+        scale_equal: whether both scaled the loss by the same factor.
+        norm_difference: absolute, of the gradient norms; as for the loss.
     """
 
     step: int
@@ -40,6 +43,8 @@ class ComparedStep:
     ranks: int | None
     accumulation: int | None
     samples_equal: bool | None
+    scale_equal: bool | None
+    norm_difference: float | None
 
     @property
     def is_missing(self) -> bool:
@@ -57,6 +62,10 @@ class ComparedStep:
             faults.append(f"learning rate differs by {self.lr_difference:.3g}")
         if self.samples_equal is False:
             faults.append("trained on another number of samples")
+        if self.scale_equal is False:
+            faults.append("another loss scale")
+        if epsilon == 0 and self.norm_difference:
+            faults.append(f"gradient norm differs by {self.norm_difference:.3g}")
         return faults
 
 
@@ -136,10 +145,22 @@ def compare_traces(reference: Sequence[TraceRow], resumed: Sequence[TraceRow], *
     return Comparison(rows, epsilon)
 
 
-def format_table(comparison: Comparison) -> str:
-    """A text table with a line a step (`*` where it differs), then the largest differences and the verdict."""
+def format_table(comparison: Comparison, only: Collection[int] | None = None) -> str:
+    """A text table with a line a step (`*` where it differs), then the largest differences and the verdict.
+
+    Args:
+        comparison: of two traces.
+        only: steps to show, with dots where others are left out; all by default.
+    """
     head = ("step", "reference loss", "resumed loss", "|difference|", "lr difference", "ranks", "accumulation", "")
-    body = [_cells(row, comparison.epsilon) for row in comparison.rows]
+    body: list[tuple[str, ...]] = []
+    is_gap = False
+    for row in comparison.rows:
+        if only is None or row.step in only:
+            body.append(_cells(row, comparison.epsilon))
+        elif not is_gap:
+            body.append(("...", *[""] * (len(head) - 1)))
+        is_gap = only is not None and row.step not in only
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     lines = ["  ".join(map(str.rjust, cells, widths)).rstrip() for cells in (head, *body)]
     largest_loss = _number(comparison.largest_loss_difference, 3)
@@ -164,12 +185,16 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _compare(step: int, reference: TraceRow | None, resumed: TraceRow | None) -> ComparedStep:
-    loss_difference = lr_difference = samples_equal = None
+    loss_difference = lr_difference = norm_difference = samples_equal = scale_equal = None
     if reference is not None and resumed is not None:
         loss_difference = _distance(reference.loss, resumed.loss)
         lr_difference = _lr_distance(reference.lr, resumed.lr)
         if reference.samples is not None and resumed.samples is not None:
             samples_equal = reference.samples == resumed.samples
+        if reference.scale is not None and resumed.scale is not None:
+            scale_equal = reference.scale == resumed.scale
+        if reference.grad_norm is not None and resumed.grad_norm is not None:
+            norm_difference = _distance(reference.grad_norm, resumed.grad_norm)
     return ComparedStep(
         step=step,
         reference_loss=None if reference is None else reference.loss,
@@ -179,6 +204,8 @@ def _compare(step: int, reference: TraceRow | None, resumed: TraceRow | None) ->
         ranks=None if resumed is None else resumed.ranks,
         accumulation=None if resumed is None else resumed.accumulation,
         samples_equal=samples_equal,
+        scale_equal=scale_equal,
+        norm_difference=norm_difference,
     )
 
 

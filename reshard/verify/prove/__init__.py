@@ -1,0 +1,1 @@
+"""`reshard prove`: a run that is killed and resumed, held against one that is not."""

@@ -1,0 +1,203 @@
+"""The proof: a run without a break, the same run killed and resumed, and every step of the two compared.
+
+Where the run says that it is exact (its checkpoints' manifest does), every loss must have the same bits, and so must
+the model, the optimizer and all that is recorded of the run in the last checkpoints. Else losses may differ by epsilon.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from reshard.errors import CheckpointUnsound, UsageError
+from reshard.formats import manifest
+from reshard.formats.opening import open_checkpoint
+from reshard.storage.durable import storage_errors
+from reshard.storage.steps import committed_steps
+from reshard.verify.diff.pairing import pair
+from reshard.verify.diff.run import diff
+from reshard.verify.prove.legs import Leg
+from reshard.verify.prove.run import Demand, LegResult, OnStep, Place, run_leg
+from reshard.verify.traces.compare import Comparison, compare_traces
+from reshard.verify.traces.trace import TraceRow, read_trace
+
+DEFAULT_EPSILON = 1e-3
+"""For runs that are not exact: gradients that are added in another order drift apart by less over hundreds of steps."""
+
+REFERENCE, RESUMED = "reference", "resumed"
+
+
+@dataclass
+class Proof:
+    """What a proof found.
+
+    Attributes:
+        is_exact: whether the run says so.
+        legs: of the run that was killed; a leg with faults is the last.
+        comparison: of the two traces; None where the run did not come to its end.
+        state: what differs between the last checkpoints of an exact run; None where they were not compared.
+        compared_tensors: how many of these were held against each other.
+        faults: what else is wrong.
+    """
+
+    is_exact: bool
+    legs: list[LegResult]
+    comparison: Comparison | None = None
+    state: list[str] | None = None
+    compared_tensors: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against it."""
+        faults = [*self.faults, *(fault for leg in self.legs for fault in leg.faults), *(self.state or [])]
+        return not faults and self.comparison is not None and self.comparison.agrees
+
+    def to_json(self) -> dict[str, object]:
+        """As JSON holds it."""
+        compared = self.comparison.to_json() if self.comparison else {}
+        return {
+            "holds": self.holds,
+            "exact": self.is_exact,
+            "epsilon": compared.get("epsilon"),
+            "common_steps": compared.get("common_steps"),
+            "largest_loss_difference": compared.get("largest_loss_difference"),
+            "largest_lr_difference": compared.get("largest_lr_difference"),
+            "first_differing_step": compared.get("first_differing_step"),
+            "missing_steps": compared.get("missing_steps"),
+            "legs": [asdict(leg) for leg in self.legs],
+            "state": self.state,
+            "compared_tensors": self.compared_tensors,
+            "faults": self.faults,
+        }
+
+
+@dataclass(frozen=True)
+class Told:
+    """Who is told about the proof while it goes on.
+
+    Attributes:
+        on_start: of each start, its name and its ranks; gives what is called with each step.
+        on_end: of each start, its name and what became of it.
+    """
+
+    on_start: Callable[[str, Leg], OnStep] = lambda name, leg: lambda step: None
+    on_end: Callable[[str, LegResult], None] = lambda name, result: None
+
+
+def clear(folder: Path, *, force: bool) -> None:
+    """Makes room for a proof.
+
+    Raises:
+        UsageError: something is there, and ``force`` does not say that it may go; or it is no folder of a proof.
+        StorageError: the file system refused.
+    """
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("not a folder", path=folder, key="--folder")
+    if foreign := [name for name in there if name not in (REFERENCE, RESUMED, "loss.png")]:
+        raise UsageError(
+            "holds what is not of a proof", path=folder, found=", ".join(foreign[:3]), hint="name another --folder"
+        )
+    if there and not force:
+        raise UsageError("exists already", path=folder, hint="overwrite it with --force, or name another --folder")
+    with storage_errors("clear the folder", folder):
+        for name in (REFERENCE, RESUMED):
+            if (folder / name).exists():
+                shutil.rmtree(folder / name)
+
+
+def prove(
+    demand: Demand,
+    legs: Sequence[Leg],
+    folder: Path,
+    *,
+    reference: Path | None = None,
+    epsilon: float | None = None,
+    told: Told | None = None,
+) -> Proof:
+    """Runs a command without a break, then in legs, and compares.
+
+    Args:
+        folder: an empty one; the two runs get a folder each in it.
+        reference: the folder of a run without a break that an earlier proof made, to save that part.
+        epsilon: largest loss difference that agrees, unless the run is exact; by default `DEFAULT_EPSILON`.
+
+    Raises:
+        UsageError: the command cannot be started, or there is no such reference.
+        ReshardError: what the runs left cannot be read.
+    """
+    told = told or Told()
+    straight = Place(reference or folder / REFERENCE)
+    if reference is None:
+        whole = _run(demand, Leg(legs[0].ranks), straight, REFERENCE, told, is_first=True)
+        if whole.faults:
+            return Proof(False, [], faults=[f"the run without a break {fault}" for fault in whole.faults])
+    elif not straight.trace.is_file():
+        raise UsageError("no run without a break is there", path=straight.trace, hint="name the folder of one")
+    broken = Place(folder / RESUMED)
+    proof = Proof(_is_exact(straight), [])
+    for number, leg in enumerate(legs):
+        proof.legs.append(_run(demand, leg, broken, RESUMED, told, is_first=number == 0))
+        if proof.legs[-1].faults:
+            break
+    judge(proof, straight, broken, demand.steps, epsilon)
+    return proof
+
+
+def _run(demand: Demand, leg: Leg, place: Place, name: str, told: Told, *, is_first: bool) -> LegResult:
+    result = run_leg(demand, leg, place, is_first=is_first, on_step=told.on_start(name, leg))
+    told.on_end(name, result)
+    return result
+
+
+def judge(proof: Proof, straight: Place, broken: Place, steps: int, epsilon: float | None = None) -> None:
+    """Compares what two runs left, and puts it into the proof.
+
+    Raises:
+        ReshardError: a trace cannot be read.
+    """
+    if not broken.trace.exists():
+        return
+    allowed = 0.0 if proof.is_exact else DEFAULT_EPSILON if epsilon is None else epsilon
+    reference, resumed = (_first(read_trace(place.trace), steps) for place in (straight, broken))
+    proof.comparison = compare_traces(reference, resumed, epsilon=allowed)
+    if proof.is_exact and resumed and resumed[-1].step == steps:
+        proof.compared_tensors, proof.state = _compare_states(straight, broken, steps)
+
+
+def _first(rows: list[TraceRow], steps: int) -> list[TraceRow]:
+    return [row for row in rows if row.step <= steps]
+
+
+def _is_exact(place: Place) -> bool:
+    steps = committed_steps(place.checkpoints)
+    if not steps or not manifest.exists(steps[-1].path):
+        return False
+    return manifest.read(steps[-1].path).exact is not None
+
+
+def _compare_states(straight: Place, broken: Place, step: int) -> tuple[int, list[str] | None]:
+    """How many tensors were compared, and what differs; nothing where one of them did not save its last step.
+
+    The generators of single ranks are left out: in exact mode nothing that is trained on draws from them.
+    """
+    folders = [place.checkpoints / f"step-{step}" for place in (straight, broken)]
+    if not all(folder.is_dir() for folder in folders):
+        return 0, None
+    try:
+        with open_checkpoint(folders[0]) as one, open_checkpoint(folders[1]) as other:
+            found = diff(one, other, pairs=pair(one, other, leave_out="rng."))
+    except CheckpointUnsound as error:
+        return 0, [str(error)]
+    differences = [
+        *(f"only without a break: {key}" for key in found.only_a),
+        *(f"only after the resume: {key}" for key in found.only_b),
+        *(f"of another shape: {key}" for key, _, _ in found.shapes),
+        *(f"different: {each.key}" for each in (*found.dtypes, *found.different)),
+        *(f"different: {key}" for key in found.objects),
+        *(f"different: {place.where}" for place in found.manifest if place.where.partition(".")[0] != "rng"),
+    ]
+    return found.tensors, differences
