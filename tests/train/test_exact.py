@@ -469,6 +469,21 @@ def test_the_optimizers_that_are_taken_are_element_wise_in_both_forms() -> None:
     assert len(set(one.values())) >= len(OPTIMIZERS)
 
 
+def muon() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(37, 53, bias=False), mesh=mesh)
+    optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
+    whole = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(1))
+    model.weight.grad = distribute_tensor(whole, mesh, model.weight.placements)
+    optimizer.step()
+    return hashlib.sha256(raw(model.weight.full_tensor())).hexdigest()
+
+
+def test_an_optimizer_that_mixes_elements_is_refused_for_a_reason() -> None:
+    assert run_ranks(1, muon)[0] != run_ranks(2, muon)[0]
+
+
 def scaled(slots: list[float]) -> Any:
     """Two steps in fp16 with a scaler: the scale after each, whether it was skipped, and the parameters' bits."""
     torch.manual_seed(0)
@@ -550,6 +565,9 @@ def refused(case: str) -> None:
     elif case == "fused":
         wrap_fsdp2(model)
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
+    elif case == "muon":
+        model = fully_shard(nn.Linear(3, 4, bias=False))
+        optimizers = [torch.optim.Muon(model.parameters())]
     elif case == "adafactor":
         wrap_fsdp2(model)
         optimizers = [torch.optim.Adafactor(model.parameters())]
@@ -575,6 +593,7 @@ REFUSALS = {
     "bf16": (1, r"inp.weight: exact mode needs parameters in fp32: expected torch.float32, found torch.bfloat16; keep"),
     "batch norm": (1, r"blocks\.1\.norm: batch statistics depend on which samples share a rank: found BatchNorm1d"),
     "fused": (1, "AdamW: the fused CPU optimizers' bits follow the split of a tensor; use fused=False"),
+    "muon": (1, "Muon: this optimizer mixes the elements of a parameter, in an order that follows the sharding; exact"),
     "adafactor": (1, "Adafactor: this optimizer mixes the elements of a parameter"),
 }
 
