@@ -24,8 +24,9 @@ from reshard.errors import UsageError
 from reshard.train.fsdp1 import is_fsdp1
 from reshard.train.slot_sums import exact_reduction
 
-# Float64 copies of a gradient are made piece by piece.
-PIECE_ELEMENTS = 1 << 20
+# Float64 copies of a gradient are made piece by piece: on the CPU such that they stay in a core's cache, on a GPU such
+# that a piece is worth a kernel.
+PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 
 
 def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> float:
@@ -62,9 +63,10 @@ def exact_norm(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None 
     and inf on all ranks.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    largest, nan, elements = _extent(tensors, device, group)
-    if nan or math.isinf(largest):
-        return math.nan if nan else math.inf
+    pieces = list(_pieces(tensors))
+    largest, elements = _extent(pieces, device, group)
+    if not math.isfinite(largest):
+        return largest
     if largest == 0.0:
         return 0.0
     exponent = math.frexp(largest)[1]
@@ -72,8 +74,12 @@ def exact_norm(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None 
     bits = 62 - headroom
     limbs = -(-(44 + headroom) // bits)
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
-    for piece in _pieces(tensors):
-        _add_squares(sums, piece, exponent, bits)
+    room = max((piece.numel() for piece in pieces), default=0)
+    rests = torch.empty(room, dtype=torch.float64, device=device)
+    wholes = torch.empty(room, dtype=torch.int64, device=device)
+    for piece in pieces:
+        count = piece.numel()
+        _add_squares(sums, piece, exponent, bits, rests[:count], wholes[:count])
     _all_reduce(sums, dist.ReduceOp.SUM, group)
     total = sum(limb << (bits * (limbs - 1 - i)) for i, limb in enumerate(sums.tolist()))
     # Whole-number division and square root are correctly rounded, so the result is the same everywhere.
@@ -83,39 +89,41 @@ def exact_norm(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None 
         return math.inf
 
 
-def _extent(
-    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
-) -> tuple[float, bool, int]:
-    # The maximum of a tensor that holds NaN is not reliable across backends, so NaN travels as a flag of its own.
-    extent = torch.zeros(2, dtype=torch.float64, device=device)
-    elements = torch.zeros(1, dtype=torch.int64, device=device)
-    for piece in _pieces(tensors):
-        if piece.numel():
-            magnitude = piece.abs()
-            isnan = magnitude.isnan()
-            largest = torch.where(isnan, torch.zeros_like(magnitude), magnitude).max()
-            extent = torch.maximum(extent, torch.stack([largest.double(), isnan.any().double()]))
-            elements += piece.numel()
+def _extent(pieces: Sequence[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, int]:
+    """The largest magnitude of all, NaN if there is any, and how many elements there are."""
+    ends = [torch.stack(torch.aminmax(piece)).double().abs() for piece in pieces]
+    magnitudes = torch.stack(ends) if ends else torch.zeros(1, device=device, dtype=torch.float64)
+    # A maximum over ranks is not reliable for NaN, so NaN travels as a flag of its own.
+    isnan = magnitudes.isnan()
+    extent = torch.stack([torch.where(isnan, 0.0, magnitudes).max(), isnan.any().double()])
+    elements = torch.tensor([sum(piece.numel() for piece in pieces)], dtype=torch.int64, device=device)
     _all_reduce(extent, dist.ReduceOp.MAX, group)
     _all_reduce(elements, dist.ReduceOp.SUM, group)
-    largest_value, nan = extent.tolist()
-    return largest_value, bool(nan), int(elements.item())
+    largest, has_nan = extent.tolist()
+    return math.nan if has_nan else largest, int(elements.item())
 
 
-def _add_squares(sums: torch.Tensor, piece: torch.Tensor, exponent: int, bits: int) -> None:
-    # In two halves: for float64 denormals the whole factor is more than a float64 can hold.
-    first = exponent // 2
-    rest = (piece.double() * math.ldexp(1.0, -first)).mul_(math.ldexp(1.0, first - exponent)).square_()
+def _add_squares(
+    sums: torch.Tensor, piece: torch.Tensor, exponent: int, bits: int, rest: torch.Tensor, whole: torch.Tensor
+) -> None:
+    """Cuts the squares of a piece, over 4^exponent, into limbs. ``rest`` and ``whole`` are room to work in."""
+    rest.copy_(piece)
+    # In halves: for float64 denormals the whole factor is more than a float64 can hold.
+    half = exponent // 2
+    rest.mul_(math.ldexp(1.0, -half)).mul_(math.ldexp(1.0, half - exponent)).square_()
     for i in range(len(sums)):
-        rest *= float(1 << bits)
-        whole = rest.floor()
-        sums[i] += whole.to(torch.int64).sum()
-        rest -= whole
+        rest.mul_(float(1 << bits))
+        # Towards zero, which is down.
+        whole.copy_(rest)
+        sums[i] += whole.sum()
+        rest.frac_()
 
 
 def _pieces(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     for tensor in tensors:
-        yield from torch.split(tensor.detach().reshape(-1), PIECE_ELEMENTS)
+        if tensor.numel():
+            most = PIECE_ELEMENTS.get(tensor.device.type, 1 << 20)
+            yield from torch.split(tensor.detach().reshape(-1), most)
 
 
 def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

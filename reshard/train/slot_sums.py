@@ -74,7 +74,9 @@ class ExactReduction:
         running = _SlotOrderedSum(self)
         self.sums.append(running)
         module.set_custom_reduce_scatter(running)  # type: ignore[arg-type]
-        module.set_gradient_divide_factor(1.0)
+        if self.ranks > 1:
+            # On one rank it would be a division by one.
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         assert isinstance(module, nn.Module)
         _reductions[module] = self

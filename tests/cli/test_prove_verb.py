@@ -189,12 +189,15 @@ def test_options_that_make_no_sense(
 def test_what_is_in_the_folder_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     proof = tmp_path / "proof"
     (proof / "reference").mkdir(parents=True)
+    (proof / "notes").write_text("mine")
     assert prove(tmp_path) == 2
-    assert f"{proof}: exists already; overwrite it with --force" in capsys.readouterr().err
-    (proof / "thesis.tex").write_text("years")
+    assert f"{proof}: has a proof already; overwrite it with --force" in capsys.readouterr().err
+    (thesis := proof / "reference" / "thesis.tex").write_text("years")
     assert prove(tmp_path, "--force") == 2
-    assert f"{proof}: holds what is not of a proof: found thesis.tex" in capsys.readouterr().err
-    assert (proof / "reference").exists()
+    assert f"{proof}/reference: holds what is not of a proof: found thesis.tex" in capsys.readouterr().err
+    thesis.unlink()
+    assert prove(tmp_path, "--force") == 0
+    assert (proof / "notes").read_text() == "mine"
     assert prove(tmp_path, "--force", "--reference", str(proof / "reference")) == 2
     assert "would be cleared with the folder" in capsys.readouterr().err
 

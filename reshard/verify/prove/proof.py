@@ -88,25 +88,25 @@ class Told:
 
 
 def clear(folder: Path, *, force: bool) -> None:
-    """Makes room for a proof.
+    """Makes room for a proof: an earlier one goes, and whatever else is in the folder stays.
 
     Raises:
         UsageError: something is there, and ``force`` does not say that it may go; or it is no folder of a proof.
         StorageError: the file system refused.
     """
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if folder.exists() and not folder.is_dir():
         raise UsageError("not a folder", path=folder, key="--folder")
-    if foreign := [name for name in there if name not in (REFERENCE, RESUMED, "loss.png")]:
-        raise UsageError(
-            "holds what is not of a proof", path=folder, found=", ".join(foreign[:3]), hint="name another --folder"
-        )
-    if there and not force:
-        raise UsageError("exists already", path=folder, hint="overwrite it with --force, or name another --folder")
+    runs = [Place(folder / name) for name in (REFERENCE, RESUMED) if (folder / name).exists()]
+    for run in runs:
+        own = {path.name for path in (run.checkpoints, run.trace, run.log)}
+        if foreign := sorted({path.name for path in run.folder.iterdir()} - own):
+            hint = "name another --folder"
+            raise UsageError("holds what is not of a proof", path=run.folder, found=", ".join(foreign[:3]), hint=hint)
+    if runs and not force:
+        raise UsageError("has a proof already", path=folder, hint="overwrite it with --force, or name another --folder")
     with storage_errors("clear the folder", folder):
-        for name in (REFERENCE, RESUMED):
-            if (folder / name).exists():
-                shutil.rmtree(folder / name)
+        for run in runs:
+            shutil.rmtree(run.folder)
 
 
 def prove(
