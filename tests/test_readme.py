@@ -114,7 +114,7 @@ def test_the_proof_prints_what_the_readme_shows(tmp_path: Path) -> None:
 
 
 def assert_same_proof(shown: list[str], printed: list[str]) -> None:
-    """But for times, the steps of the kills, the picture's place, and losses, which other processors round otherwise."""
+    """But for times, steps of kills, the picture's place, and losses, which other processors round otherwise."""
 
     def told(lines: list[str]) -> list[str]:
         kept = [line for line in lines if not line.startswith("both curves: ")]

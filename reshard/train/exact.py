@@ -24,12 +24,9 @@ from reshard.dcp.ranks import all_ranks
 from reshard.environment import want_deterministic_cublas
 from reshard.errors import UsageError
 from reshard.train import fsdp1
+from reshard.train.elementwise import refuse_mixing
 from reshard.train.slot_sums import ExactReduction, exact_reduction
 
-_ELEMENTWISE = {
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD",
-}  # fmt: skip
-_MIXING = {"Adafactor", "LBFGS", "Muon"}
 _BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -116,7 +113,7 @@ def _refuse_inexact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer
             hint="give every fully_shard the same mesh",
         )
     for optimizer in optimizers:
-        _refuse_optimizer(optimizer)
+        refuse_mixing(optimizer)
     return next(iter(meshes.values()))
 
 
@@ -155,23 +152,3 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
             found=parameter.dtype,
             hint="keep them in fp32 and compute in bf16 through MixedPrecisionPolicy",
         )
-
-
-def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
-    name = type(optimizer).__name__
-    if kinds & _MIXING:
-        raise UsageError(
-            "this optimizer mixes the elements of a parameter, in an order that follows the sharding",
-            key=name,
-            hint=f"exact mode works with element-wise ones: {', '.join(sorted(_ELEMENTWISE))}",
-        )
-    if not kinds & _ELEMENTWISE:
-        all_ranks().warn(f"exact mode: {name} is taken to be element-wise; if it is not, bits follow the world size")
-    for group in optimizer.param_groups:
-        if group.get("fused") and any(parameter.device.type == "cpu" for parameter in group["params"]):
-            raise UsageError(
-                "the fused CPU optimizers' bits follow the split of a tensor",
-                key=name,
-                hint="use fused=False in exact mode",
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import cache
 from typing import Any
 
@@ -467,6 +468,59 @@ def test_the_optimizers_that_are_taken_are_element_wise_in_both_forms() -> None:
     for world in (2, 3):
         assert run_ranks(world, element_wise) == [one] * world
     assert len(set(one.values())) >= len(OPTIMIZERS)
+
+
+class Rows(torch.optim.Optimizer):
+    """Somebody's optimizer that scales each step by the norm of the whole gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+class Signs(Rows):
+    """Another, which takes each element alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+class Closed(Rows):
+    """A third, which cannot be made from its defaults."""
+
+    def __init__(self, params: Any, secret: int) -> None:
+        super().__init__(params)
+
+
+def unknown(kind: str) -> Any:
+    model = wrap_fsdp2(Net())
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("reshard").addHandler(handler)
+    optimizer = (
+        Closed(model.parameters(), 1) if kind == "Closed" else {"Rows": Rows, "Signs": Signs}[kind](model.parameters())
+    )
+    before = torch.get_rng_state()
+    reshard.exact(model, [optimizer])
+    assert torch.equal(before, torch.get_rng_state())
+    return told
+
+
+def test_an_optimizer_that_is_not_torchs_is_tried_out() -> None:
+    with pytest.raises(RankFailed, match="Rows: this optimizer mixes the elements of a parameter"):
+        run_ranks(1, unknown, "Rows")
+    for kind in ("Signs", "Closed"):
+        (told,) = run_ranks(1, unknown, kind)
+        assert told == [f"exact mode: {kind} is taken to be element-wise; if it is not, bits follow the world size"]
 
 
 def muon() -> str:

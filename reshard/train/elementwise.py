@@ -1,0 +1,72 @@
+"""Which optimizers treat each element of a parameter alone, so that it does not matter to them how it is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reshard.dcp.ranks import all_ranks
+from reshard.errors import UsageError
+
+_ELEMENTWISE = {
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD",
+}  # fmt: skip
+_MIXING = {"Adafactor", "LBFGS", "Muon"}
+
+_TRIAL_SHAPE, _TRIAL_STEPS = (64, 48), 3
+
+
+def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose numbers follow the sharding; one that is not torch's own is tried out.
+
+    Raises:
+        UsageError: it mixes elements, or it is a fused one on the CPU, which differ by where a tensor is cut.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+            raise UsageError(
+                "the fused CPU optimizers' bits follow the split of a tensor",
+                key=name,
+                hint="use fused=False in exact mode",
+            )
+    is_own = type(optimizer).__module__.startswith("torch.optim")
+    if is_own and kinds & _ELEMENTWISE:
+        return
+    if kinds & _MIXING or _follows_split(optimizer):
+        raise UsageError(
+            "this optimizer mixes the elements of a parameter, in an order that follows the sharding",
+            key=name,
+            hint=f"exact mode works with element-wise ones: {', '.join(sorted(_ELEMENTWISE))}",
+        )
+    if not kinds & _ELEMENTWISE:
+        all_ranks().warn(f"exact mode: {name} is taken to be element-wise; if it is not, bits follow the world size")
+
+
+def _follows_split(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a trial on a small parameter, whole and in halves, ends with different bits; False without a trial."""
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            whole, halves = (_trained(optimizer, pieces, device) for pieces in (1, 2))
+    except Exception:
+        # Its constructor may want what is not among its defaults, and its step what is not here.
+        return False
+    return not torch.equal(whole, halves)
+
+
+def _trained(optimizer: torch.optim.Optimizer, pieces: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    start, *gradients = (torch.randn(_TRIAL_SHAPE, generator=generator).to(device) for _ in range(1 + _TRIAL_STEPS))
+    parameters = [torch.nn.Parameter(piece.clone()) for piece in start.chunk(pieces)]
+    make: Any = type(optimizer)
+    trial = make(parameters, **optimizer.defaults)
+    for gradient in gradients:
+        for parameter, piece in zip(parameters, gradient.chunk(pieces), strict=True):
+            parameter.grad = piece.clone()
+        trial.step()
+    return torch.cat([parameter.detach() for parameter in parameters])
