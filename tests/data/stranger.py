@@ -42,6 +42,10 @@ if flaw == "is short":
     steps = 8
 if flaw == "fails" and step:
     sys.exit("Error: the moments are gone")
+if flaw == "is early":
+    # Saves the end of the run long before it is there.
+    (folder / f"step-{steps}").mkdir(exist_ok=True)
+    step = steps if was_resumed else 0
 with trace.open("a") as out:
     while step < steps and not stopped:
         step += 1
@@ -50,7 +54,7 @@ with trace.open("a") as out:
         out.flush()
         if step % interval == 0 or stopped:
             saved.write_text(json.dumps({"step": step}))
-            if flaw == "skips":
+            if flaw in ("skips", "is early"):
                 # Named as we name them, so that it can be known where the run should go on.
                 (folder / f"step-{step}").mkdir(exist_ok=True)
         if flaw == "hangs" and step == 7:

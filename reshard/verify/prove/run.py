@@ -142,6 +142,8 @@ def _end_faults(demand: Demand, leg: Leg, result: LegResult, status: int | None,
     at = f"at step {result.last}" if result.last is not None else "before its first step"
     if status:
         return [f"failed with exit status {status} {at}: {_last_words(log)}"]
+    if result.last is None and (result.committed or 0) >= demand.steps:
+        return [f"had nothing left to do: step {result.committed} was saved before the kill; kill earlier (--kill-at)"]
     if leg.kill_at is not None:
         return [f"ended {at}, before it could be killed after step {leg.kill_at}"]
     if (result.last or 0) < demand.steps:
