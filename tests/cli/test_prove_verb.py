@@ -199,6 +199,12 @@ def test_what_is_in_the_folder_is_not_lost(tmp_path: Path, capsys: pytest.Captur
     assert "would be cleared with the folder" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert prove(tmp_path / "file") == 2
+    assert f"{tmp_path}/file/proof/reference: cannot make the folder" in capsys.readouterr().err
+
+
 def test_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["prove", "--ranks", "1:1", "--kill-at", "3", "--steps", "5", "--folder", str(tmp_path / "proof")]
     assert main([*options, "--", "/no/such/program"]) == 2

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from reshard.environment import Orders
 from reshard.processes import Launch
+from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps
 from reshard.verify.prove.follow import TraceFollower
 from reshard.verify.prove.legs import Leg
@@ -95,7 +96,8 @@ def run_leg(
         UsageError: the command cannot be started.
         StorageError: its trace or its log cannot be read or written.
     """
-    place.folder.mkdir(parents=True, exist_ok=True)
+    with storage_errors("make the folder", place.folder):
+        place.folder.mkdir(parents=True, exist_ok=True)
     steps = committed_steps(place.checkpoints)
     result = LegResult(leg.ranks, committed=steps[-1].step if steps else None)
     orders = Orders(str(place.checkpoints), str(place.trace), demand.steps, demand.interval)
@@ -105,7 +107,8 @@ def run_leg(
         was_struck, fault = _watch(launch, trace, demand, leg.kill_at, on_step)
         status = launch.status
     trace.look()
-    said = place.log.read_bytes()[logged_bytes:].decode(errors="replace").splitlines()
+    with storage_errors("read the log", place.log):
+        said = place.log.read_bytes()[logged_bytes:].decode(errors="replace").splitlines()
     result.restored = next((line.strip() for line in said if "resumed at step" in line), None)
     result.last = trace.last
     result.resumed_at = None if trace.first is None else trace.first - 1
