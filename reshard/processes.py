@@ -1,7 +1,7 @@
 """Programs that are started and watched from here: the one place where processes are made. Linux only, by ``/proc``.
 
-A launcher's descendants are found by a mark in their environment, and not by their parents: torchrun starts its workers
-in sessions of their own, and a process whose parent has died is a child of another.
+A launcher's descendants are found by a mark in their environment, not only by their parents: torchrun starts its
+workers in sessions of their own, and a process whose parent has died is a child of another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from reshard.storage.durable import storage_errors
 
 _MARK = "RESHARD_LAUNCH"
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
+_LAUNCHERS = (b"torchrun", b"torch.distributed.run", b"torch/distributed/run")
 
 
 class Launch:
@@ -38,23 +39,32 @@ class Launch:
     """
 
     def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
         self._mark = f"{_MARK}={uuid.uuid4().hex}".encode()
         name, _, value = self._mark.decode().partition("=")
-        with storage_errors("write the log", log), log.open("ab") as output:
-            try:
-                self._process = subprocess.Popen(
-                    list(command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    # Without this process's own rank, or the whole launch would seem to be workers.
-                    env=inherited({**variables, name: value}, without=["LOCAL_RANK"]),
-                    start_new_session=True,
-                )
-            except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-                raise UsageError(
-                    f"cannot be started: {error.strerror}", path=command[0], hint="check the command after --"
-                ) from error
+        with storage_errors("write the log", log):
+            output = log.open("ab")
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # Without this process's own rank, or the whole launch would seem to be workers.
+                env=inherited({**variables, name: value}, without=["LOCAL_RANK"]),
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(
+                f"cannot be started: {reason}", path=command[0], hint="check the command after --"
+            ) from error
+        except BaseException:
+            # Interrupted while it was being started.
+            self.kill()
+            raise
+        finally:
+            output.close()
 
     def __enter__(self) -> Launch:
         return self
@@ -67,39 +77,30 @@ class Launch:
     @property
     def status(self) -> int | None:
         """The program's exit status, negative for a signal; None while it runs."""
-        return self._process.poll()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits for the program to end; whether it did."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return None if self._process is None else self._process.poll()
 
     def workers(self) -> list[int]:
         """The processes that train: those that torchrun and its like gave a LOCAL_RANK, and not what these start in
-        turn (the workers of a loader). Where none has one, the topmost processes that are no shells.
+        turn (the workers of a loader). Where none is seen to have one, the topmost that are no shells and no torchrun.
         """
-        found = dict(_marked(self._mark))
-        parents = {pid: _parent(pid) for pid in found}
-        ranked = {pid for pid, environment in found.items() if any(v.startswith(b"LOCAL_RANK=") for v in environment)}
-        candidates = ranked or {pid for pid in found if _name(pid) not in _SHELLS}
-        return sorted(pid for pid in candidates if not _has_ancestor(pid, candidates, parents))
+        running = self._running()
+        ranked = {pid for pid in running if any(v.startswith(b"LOCAL_RANK=") for v in _environment(pid))}
+        candidates = ranked or {pid for pid in running if not _is_launcher(pid)}
+        return sorted(pid for pid in candidates if not _has_ancestor(pid, candidates, running))
 
-    def signal_workers(self, number: signal.Signals) -> int:
-        """Sends a signal to all of them; to how many."""
-        sent = 0
+    def signal_workers(self, number: signal.Signals) -> list[int]:
+        """Sends a signal to all of them; to which."""
+        reached = []
         for pid in self.workers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                sent += 1
-        return sent
+                reached.append(pid)
+        return reached
 
     def kill(self) -> None:
         """Ends the program and whatever it started, at once."""
         for _ in range(100):
-            remaining = [pid for pid, _ in _marked(self._mark)]
+            remaining = self._running()
             if not remaining:
                 break
             # Those that were being started while the list was made are found the next time.
@@ -107,39 +108,60 @@ class Launch:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
+
+    def _running(self) -> dict[int, int]:
+        """All that it started and that still runs, with their parents.
+
+        By the mark, and by descent: a process that gives itself another title writes over its environment.
+        """
+        parents = {int(entry.name): _parent(int(entry.name)) for entry in os.scandir("/proc") if entry.name.isdigit()}
+        own = set() if self._process is None else {self._process.pid}
+        found = {
+            pid: parent
+            for pid, parent in parents.items()
+            if pid in own or _has_ancestor(pid, own, parents) or self._mark in _environment(pid)
+        }
+        return {pid: parent for pid, parent in found.items() if is_running(pid)}
 
 
-def _marked(mark: bytes) -> list[tuple[int, list[bytes]]]:
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        # Gone meanwhile, or another user's.
-        with contextlib.suppress(OSError):
-            environment = Path(entry.path, "environ").read_bytes().split(b"\0")
-            if mark in environment:
-                found.append((int(entry.name), environment))
-    return found
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that has, and that its parent has not asked for, is not."""
+    return _status(pid)[0] not in ("", "Z", "X")
+
+
+def _status(pid: int) -> list[str]:
+    """State, parent and so on; the state is empty where there is no such process."""
+    with contextlib.suppress(OSError):
+        # The name, which is in parentheses, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return ["", "0"]
 
 
 def _parent(pid: int) -> int:
+    return int(_status(pid)[1])
+
+
+def _environment(pid: int) -> list[bytes]:
+    # Gone meanwhile, or another user's.
     with contextlib.suppress(OSError):
-        # The name, which is in parentheses, may hold anything.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
-def _name(pid: int) -> str:
+def _is_launcher(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return name in _SHELLS or any(launcher in command for launcher in _LAUNCHERS)
+    return False
 
 
-def _has_ancestor(pid: int, among: set[int], parents: Mapping[int, int]) -> bool:
+def _has_ancestor(pid: int, among: Collection[int], parents: Mapping[int, int]) -> bool:
     above = parents.get(pid, 0)
-    while above in parents:
+    while above:
         if above in among:
             return True
-        above = parents[above]
+        above = parents.get(above, 0)
     return False

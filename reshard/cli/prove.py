@@ -65,8 +65,10 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def _run(args: argparse.Namespace) -> int:
     import signal
 
+    from reshard.cluster.signals import interrupted_by
+    from reshard.storage.durable import storage_errors
     from reshard.verify.prove.legs import plan_legs
-    from reshard.verify.prove.proof import Told, clear, prove
+    from reshard.verify.prove.proof import Told, clear, prove, require_reference
     from reshard.verify.prove.run import Demand
 
     legs = plan_legs(args.ranks, args.kill_at, args.steps, args.command)
@@ -74,20 +76,19 @@ def _run(args: argparse.Namespace) -> int:
     _require_positive("--patience-s", args.patience_s)
     if args.epsilon is not None and not 0 <= args.epsilon < float("inf"):
         raise UsageError("not a distance", key="--epsilon", expected="a number of 0 or more", found=args.epsilon)
-    folder = args.folder.absolute()
-    reference = None if args.reference is None else args.reference.absolute()
-    if reference is not None and folder in reference.parents:
-        raise UsageError(
-            "would be cleared with the folder", path=reference, key="--reference", hint="name another --folder"
-        )
+    with storage_errors("find the folder", args.folder):
+        folder = args.folder.absolute()
+        reference = None if args.reference is None else args.reference.absolute()
+    if reference is not None:
+        require_reference(reference, folder)
     clear(folder, force=args.force)
     demand = Demand(
         args.command, args.steps, args.interval, signal.Signals[f"SIG{args.signal}"], patience_s=args.patience_s
     )
     bars = _Bars(args.steps, args.signal)
-    proof = prove(
-        demand, legs, folder, reference=reference, epsilon=args.epsilon, told=Told(bars.on_start, bars.on_end)
-    )
+    told = Told(bars.on_start, bars.on_end)
+    with interrupted_by(signal.SIGTERM, signal.SIGHUP):
+        proof = prove(demand, legs, folder, reference=reference, epsilon=args.epsilon, told=told)
     plot = _plot(proof, folder)
     if args.json:
         drawn = plot if isinstance(plot, Path) else None
@@ -141,15 +142,16 @@ def _leg(result: LegResult, signal_name: str) -> str:
 
 def _plot(proof: Proof, folder: Path) -> Path | str:
     """The picture, or why there is none."""
+    from reshard.verify.prove.proof import PICTURE
     from reshard.verify.traces.plot import plot_traces
 
     if proof.comparison is None:
         return "there is nothing to compare"
     try:
-        plot_traces(proof.comparison, folder / "loss.png")
+        plot_traces(proof.comparison, folder / PICTURE)
     except UsageError as error:
         return str(error)
-    return folder / "loss.png"
+    return folder / PICTURE
 
 
 def _report(proof: Proof, args: argparse.Namespace, plot: Path | str) -> list[str]:
@@ -184,6 +186,11 @@ def _telling_steps(proof: Proof, comparison: Comparison) -> set[int]:
 def _verdict(proof: Proof, epsilon: float | None) -> str:
     if proof.holds and proof.is_exact:
         ignored = " (--epsilon is for runs that are not exact)" if epsilon else ""
+        if proof.uncompared:
+            return (
+                f"proved for every loss, which has the same bits{ignored}; "
+                f"the states at the end were NOT compared: {proof.uncompared}"
+            )
         return f"proved: killed and resumed, it is the same run, bit for bit{ignored}"
     if proof.holds and proof.comparison is not None:
         return f"proved: killed and resumed, no loss differs by more than {proof.comparison.epsilon:g}"

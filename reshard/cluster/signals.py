@@ -16,7 +16,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -89,6 +90,17 @@ class StopSignal:
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+
+@contextmanager
+def interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """Lets signals that would end the process at once raise KeyboardInterrupt, so that it can clean up. Main thread."""
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _end_when_terminated() -> None:

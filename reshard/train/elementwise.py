@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
                 key=name,
                 hint="use fused=False in exact mode",
             )
-    is_own = type(optimizer).__module__.startswith("torch.optim")
-    if is_own and kinds & _ELEMENTWISE:
+    if type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE:
         return
     if kinds & _MIXING or _follows_split(optimizer):
         raise UsageError(
@@ -41,21 +41,19 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
             key=name,
             hint=f"exact mode works with element-wise ones: {', '.join(sorted(_ELEMENTWISE))}",
         )
-    if not kinds & _ELEMENTWISE:
-        all_ranks().warn(f"exact mode: {name} is taken to be element-wise; if it is not, bits follow the world size")
+    all_ranks().warn(f"exact mode: {name} is taken to be element-wise; if it is not, bits follow the world size")
 
 
 def _follows_split(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a trial on a small parameter, whole and in halves, ends with different bits; False without a trial."""
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             whole, halves = (_trained(optimizer, pieces, device) for pieces in (1, 2))
+        return not torch.equal(whole, halves)
     except Exception:
-        # Its constructor may want what is not among its defaults, and its step what is not here.
+        # Its constructor may want what is in none of its groups, and its step what is not here.
         return False
-    return not torch.equal(whole, halves)
 
 
 def _trained(optimizer: torch.optim.Optimizer, pieces: int, device: torch.device) -> torch.Tensor:
@@ -63,10 +61,21 @@ def _trained(optimizer: torch.optim.Optimizer, pieces: int, device: torch.device
     torch.manual_seed(0)
     start, *gradients = (torch.randn(_TRIAL_SHAPE, generator=generator).to(device) for _ in range(1 + _TRIAL_STEPS))
     parameters = [torch.nn.Parameter(piece.clone()) for piece in start.chunk(pieces)]
-    make: Any = type(optimizer)
-    trial = make(parameters, **optimizer.defaults)
+    trial = _like(optimizer, parameters)
     for gradient in gradients:
         for parameter, piece in zip(parameters, gradient.chunk(pieces), strict=True):
             parameter.grad = piece.clone()
         trial.step()
     return torch.cat([parameter.detach() for parameter in parameters])
+
+
+def _like(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Another of its class, with the options of its first group."""
+    make: Any = type(optimizer)
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    taken = inspect.signature(make).parameters
+    made: torch.optim.Optimizer = make(parameters, **{name: options[name] for name in options if name in taken})
+    # Options that its constructor does not take may still be read by its step.
+    for group in made.param_groups:
+        group.update(options)
+    return made

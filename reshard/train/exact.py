@@ -50,6 +50,7 @@ def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *,
         if type(threads) is not int or threads < 1:
             raise UsageError("not a count", key="threads", expected="an int of at least 1", found=repr(threads))
         mesh = _refuse_inexact(model, optimizers)
+        before = exact_reduction(model)
     device = next(parameter.device for parameter in model.parameters())
     machine = machine_of(device)
     if len(machines := sorted(set(ranks.gather(machine)))) > 1:
@@ -64,7 +65,7 @@ def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *,
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(threads)
-    if (before := exact_reduction(model)) is not None:
+    if before is not None:
         before.threads = threads
         return
     reduction = ExactReduction(model, mesh, threads, machine)
@@ -105,6 +106,10 @@ def _refuse_inexact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer
             mesh = parameter.device_mesh
             groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups())
             meshes[mesh.shape, groups] = mesh
+    if not meshes:
+        raise UsageError(
+            "exact mode needs a model with sharded parameters", found="none", hint="call fully_shard first"
+        )
     if len(meshes) != 1:
         raise UsageError(
             "exact mode needs one mesh for all parameters",

@@ -38,8 +38,23 @@ _reductions: weakref.WeakKeyDictionary[nn.Module, ExactReduction] = weakref.Weak
 
 
 def exact_reduction(model: nn.Module) -> ExactReduction | None:
-    """What :func:`reshard.exact` made of a model, or of one inside it (``torch.compile`` wraps one); else None."""
-    return next((_reductions[module] for module in model.modules() if module in _reductions), None)
+    """What :func:`reshard.exact` made of a model, or of one inside it (``torch.compile`` wraps one); else None.
+
+    Raises:
+        UsageError: there are several in it, or one for a part of it only.
+    """
+    found = {id(each): each for module in model.modules() if (each := _reductions.get(module)) is not None}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UsageError(
+            "several models in exact mode within one: their sums would not be in one order",
+            found=len(found),
+            hint="call reshard.exact once, on the root that holds them all, or accumulate each by itself",
+        )
+    (reduction,) = found.values()
+    reduction.require_all_of(model)
+    return reduction
 
 
 class ExactReduction:
@@ -63,6 +78,7 @@ class ExactReduction:
         self.ranks = mesh.size()
         self._rank = self.replica * self.shard_group.size() + self.shard_group.rank()
         self.active_ranks = 0
+        self._is_open = False
         self.sums: list[_SlotOrderedSum] = []
         self._reduced: list[list[str]] = []
         for name, parameter in model.named_parameters():
@@ -96,6 +112,32 @@ class ExactReduction:
                 found=f"rank {dp_rank} of {dp_ranks}",
             )
 
+    def require_all_of(self, model: nn.Module) -> None:
+        """Raises UsageError if something in a model is trained whose gradients are not added here."""
+        outside = [
+            name
+            for name, each in model.named_modules()
+            if _reductions.get(each) is None and isinstance(each, FSDPModule)
+        ]
+        own = self._model()
+        if own is not None and own is not model:
+            here = {id(parameter) for parameter in own.parameters()}
+            outside += [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in here]
+        if outside:
+            raise UsageError(
+                "exact mode was switched on for a part of the model, and the rest is trained as well",
+                key=_some([name or "the root" for name in outside]),
+                hint="call reshard.exact on the root given to fully_shard, and on nothing else",
+            )
+
+    def require_step(self) -> None:
+        """Raises UsageError outside of :func:`reshard.accumulate`, where nobody knows which slots there are."""
+        if not self._is_open:
+            raise UsageError(
+                "a backward outside of reshard.accumulate: exact mode does not know whose gradients these are",
+                hint="let reshard.accumulate run every backward of the model",
+            )
+
     def require_as_promised(self) -> None:
         """Raises UsageError if what :func:`reshard.exact` set for the process has been changed since."""
         if (threads := torch.get_num_threads()) != self.threads:
@@ -106,7 +148,7 @@ class ExactReduction:
                 found=threads,
                 hint="give the number to reshard.exact, and leave it to that",
             )
-        if not torch.are_deterministic_algorithms_enabled():
+        if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
             raise UsageError(
                 "deterministic algorithms were switched off after reshard.exact",
                 key="use_deterministic_algorithms",
@@ -122,6 +164,7 @@ class ExactReduction:
     def start(self) -> None:
         """Before a step's first micro-step: every sum is zero."""
         self._clear_gradients()
+        self._is_open = True
         self._reduced = []
         for running in self.sums:
             running.total = None
@@ -136,6 +179,7 @@ class ExactReduction:
 
     def finish(self) -> None:
         """After the last micro-step."""
+        self._is_open = False
         for running in self.sums:
             running.total = None
         for gradient in self._gradients().values():
@@ -147,6 +191,9 @@ class ExactReduction:
         first = self._reduced[0]
         same = all(sorted(names) == sorted(first) for names in self._reduced)
         if not same or len({*first}) < len(first) or self._gradients().keys() != {*first}:
+            return -1.0
+        model = self._model()
+        if not first and model is not None and any(parameter.requires_grad for parameter in model.parameters()):
             return -1.0
         digest = hashlib.sha256("\n".join(sorted(first)).encode()).digest()
         # 48 bits, which a float64 holds.
@@ -172,7 +219,8 @@ class ExactReduction:
                 hint="let compute_loss return the loss, and accumulate call backward, once",
             )
         return UsageError(
-            "gradients that exact mode did not see", hint="call reshard.exact after the model's parameters are in place"
+            "gradients that exact mode did not see",
+            hint="call reshard.exact once the parameters are in place, and leave set_requires_gradient_sync on",
         )
 
     def _note(self, name: str, parameter: torch.Tensor) -> None:
@@ -222,6 +270,7 @@ class _SlotOrderedSum:
             # Called here by torch 2.9; later ones do this by themselves. FSDP adds it to the gradient that is there.
             output_tensor.copy_(input_tensor)
             return
+        self._reduction.require_step()
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         # Another number of elements means other parameters than before: the patterns will differ at the step's end,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.cli.main import main
+from reshard.cli.prove import _verdict
 from reshard.verify.prove.legs import Leg
 from reshard.verify.prove.proof import Proof, judge
 from reshard.verify.prove.run import Demand, LegResult, Place, run_leg
@@ -91,23 +92,30 @@ def test_without_a_fault_it_holds(proofs: dict[str, Proof]) -> None:
     assert proof.legs[-1].restored is not None and "full state restored" in proof.legs[-1].restored
 
 
-def test_the_verb_ends_with_1_and_names_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "prove",
-        "--ranks",
-        "1:1",
-        "--kill-at",
-        "7",
-        "--steps",
-        "10",
-        "--folder",
-        str(tmp_path / "proof"),
-        "--json",
-    ]
-    assert main([*options, "--", sys.executable, RUN, "random streams"]) == 1
+def test_states_that_were_not_compared_are_no_proof_of_equal_bits(
+    killed: tuple[Path, LegResult], proofs: dict[str, Proof], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "reference"
+    shutil.copytree(killed[0] / "reference", folder)
+    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS}")
+    proof = Proof(True, proofs[""].legs)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(killed[0] / "reference", resumed)
+    judge(proof, Place(folder), Place(resumed), STEPS)
+    assert (proof.state, proof.uncompared) == (None, f"{folder / 'checkpoints' / f'step-{STEPS}'} is not there")
+    assert "the states at the end were NOT compared" in _verdict(proof, None)
+    assert "bit for bit" not in _verdict(proof, None)
+
+
+def test_the_verb_ends_with_1_and_names_the_step(
+    killed: tuple[Path, LegResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--ranks", "1:1", "--kill-at", "7", "--steps", str(STEPS), "--folder", str(tmp_path / "proof"), "--json"]
+    reference = ["--reference", str(killed[0] / "reference")]
+    assert main(["prove", *options, *reference, "--", sys.executable, RUN, "random streams"]) == 1
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     resumed_at = found["legs"][1]["resumed_at"]
     assert (found["exact"], found["epsilon"], found["holds"]) == (True, 0.0, False)
-    assert found["first_differing_step"] == resumed_at + 1 == 6
+    assert found["first_differing_step"] == resumed_at + 1
     assert found["largest_loss_difference"] > 0
     assert found["state"]

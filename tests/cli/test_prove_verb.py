@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +75,7 @@ def test_the_report_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
             True,
         ),
         ("skips", "resumed at step 6, and the newest committed step was 5", True),
-        ("is early", "had nothing left to do: step 16 was saved before the kill; kill earlier (--kill-at)", False),
+        ("is early", "had nothing left to do: the kill came when the run was over already, or it was ignored", False),
         ("fails", "failed with exit status 1 before its first step: Error: the moments are gone", False),
     ],
 )
@@ -140,8 +143,59 @@ def test_workers_are_killed_and_nothing_is_left_over(tmp_path: Path, capsys: pyt
     assert prove(tmp_path, "--json", flaw="torchrun", ranks="2:2") == 0
     first, second = as_json(capsys)["legs"]
     assert (second["resumed_at"], second["last"]) == (first["killed_at"] - first["killed_at"] % 5, 16)
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert b"sleep\x00317\x00" not in commands
+    assert b"sleep\x00317\x00" not in commands()
+
+
+def test_a_run_that_was_over_when_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loop trains one step more before it looks whether it is done."""
+    assert prove(tmp_path, "--json", flaw="goes on") == 1
+    assert as_json(capsys)["legs"][1]["faults"] == [
+        "resumed at step 16 of 16: the kill came when the run was over already, or it was ignored; "
+        "kill earlier (--kill-at)"
+    ]
+
+
+def test_a_launcher_that_starts_its_workers_again_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove(tmp_path, "--json", flaw="restarts") == 0
+    first, second = as_json(capsys)["legs"]
+    assert 7 <= first["killed_at"] < 16
+    assert (second["resumed_at"], second["last"]) == (first["killed_at"] - first["killed_at"] % 5, 16)
+
+
+def test_a_process_that_hides_its_environment_is_found_by_its_parents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after setproctitle, which writes over what a process was started with."""
+    hidden = ["env", "-u", "RESHARD_LAUNCH", sys.executable, STRANGER]
+    options = ["--ranks", "1:1", "--kill-at", "7", "--steps", "16", "--folder", str(tmp_path / "proof")]
+    assert main(["prove", *options, "--json", "--", *hidden]) == 0
+    assert as_json(capsys)["legs"][0]["killed_at"] < 16
+    assert main(["prove", *options, "--force", "--patience-s", "2", "--", *hidden, "hangs"]) == 1
+    assert not [command for command in commands() if b"hangs" in command]
+
+
+def commands() -> list[bytes]:
+    return [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_proof_that_is_ended_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    options = ["--ranks", "1:1", "--kill-at", "9", "--steps", "16", "--folder", str(tmp_path / "proof")]
+    command = [sys.executable, "-m", "reshard", "prove", *options, "--", sys.executable, STRANGER, "hangs"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    trace = tmp_path / "proof" / "reference" / "trace.jsonl"
+    while not trace.exists() or trace.read_text().count("step") < 3:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    assert not [each for each in commands() if b"hangs" in each]
+
+
+def test_the_reason_is_that_of_the_leg_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove(tmp_path, "--json", flaw="fails quietly") == 1
+    (fault,) = as_json(capsys)["legs"][1]["faults"]
+    assert fault.startswith("failed with exit status 7 before its first step: the data disk is not mounted (")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +207,7 @@ def test_workers_are_killed_and_nothing_is_left_over(tmp_path: Path, capsys: pyt
             {"ranks": "2:1:1"},
             "--kill-at: every leg but the last is killed once: expected 2 steps for 3 world sizes, found 7",
         ),
+        ({"kill_at": "9" * 5000}, "--kill-at: not whole numbers above 0"),
         ({"kill_at": "16"}, "--kill-at: the run would not come that far, or has been there before: expected ascending"),
         ({"ranks": "2:1"}, "CMD: the command does not say where the number of ranks goes: expected {ranks} in it"),
         ({"steps": 0}, "--steps: not a number of steps"),
@@ -191,10 +246,21 @@ def test_what_is_in_the_folder_is_not_lost(tmp_path: Path, capsys: pytest.Captur
     assert f"{proof}: has a proof already; overwrite it with --force" in capsys.readouterr().err
     (thesis := proof / "reference" / "thesis.tex").write_text("years")
     assert prove(tmp_path, "--force") == 2
-    assert f"{proof}/reference: holds what is not of a proof: found thesis.tex" in capsys.readouterr().err
+    assert f"{proof}/reference/thesis.tex: is not of a proof; name another --folder" in capsys.readouterr().err
     thesis.unlink()
     assert prove(tmp_path, "--force") == 0
     assert (proof / "notes").read_text() == "mine"
+    trace = (proof / "reference" / "trace.jsonl").read_bytes()
+    assert prove(tmp_path, "--force", "--reference", str(tmp_path / "nowhere")) == 2
+    (tmp_path / "link").symlink_to(proof)
+    assert prove(tmp_path, "--force", "--reference", str(tmp_path / "link" / "reference")) == 2
+    assert "would be cleared with the folder" in capsys.readouterr().err
+    assert (proof / "reference" / "trace.jsonl").read_bytes() == trace
+    (other := tmp_path / "other").mkdir()
+    (other / "loss.png").write_text("mine")
+    assert main(["prove", "--ranks", "1:1", "--kill-at", "3", "--steps", "5", "--folder", str(other), "--", "x"]) == 2
+    assert (other / "loss.png").read_text() == "mine"
+    capsys.readouterr()
     assert prove(tmp_path, "--force", "--reference", str(proof / "reference")) == 2
     assert "would be cleared with the folder" in capsys.readouterr().err
 
@@ -209,3 +275,7 @@ def test_a_command_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = ["prove", "--ranks", "1:1", "--kill-at", "3", "--steps", "5", "--folder", str(tmp_path / "proof")]
     assert main([*options, "--", "/no/such/program"]) == 2
     assert "/no/such/program: cannot be started: No such file or directory" in capsys.readouterr().err
+    (script := tmp_path / "no shebang").write_text("echo\n")
+    script.chmod(0o755)
+    assert main([*options, "--force", "--", str(script)]) == 2
+    assert f"{script}: cannot be started: Exec format error" in capsys.readouterr().err

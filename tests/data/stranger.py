@@ -21,6 +21,11 @@ if flaw == "torchrun":
     sys.exit(max(abs(each.wait()) for each in workers))
 folder, trace = Path(os.environ["RESHARD_CHECKPOINTS"]), Path(os.environ["RESHARD_TRACE"])
 steps = int(os.environ["RESHARD_STEPS"])
+if flaw == "restarts":
+    # A launcher that does not give up.
+    while subprocess.run([sys.executable, __file__, "worker"], env={**os.environ, "LOCAL_RANK": "0"}).returncode:
+        time.sleep(0.2)
+    sys.exit()
 if os.environ.get("LOCAL_RANK") == "1":
     loader = subprocess.Popen(["sleep", "317"])
     while not (trace.exists() and f'"step": {steps},' in trace.read_text()):
@@ -42,6 +47,16 @@ if flaw == "is short":
     steps = 8
 if flaw == "fails" and step:
     sys.exit("Error: the moments are gone")
+if flaw == "fails quietly":
+    if was_resumed:
+        print("the data disk is not mounted", file=sys.stderr)
+        sys.exit(7)
+    print("ChildFailedError: a line of the start before, about its end", flush=True)
+if flaw == "goes on":
+    # Kills change nothing: the run is over long before they come.
+    steps += 1
+    if not was_resumed:
+        saved.write_text(json.dumps({"step": steps - 1}))
 if flaw == "is early":
     # Saves the end of the run long before it is there.
     (folder / f"step-{steps}").mkdir(exist_ok=True)
@@ -52,7 +67,7 @@ with trace.open("a") as out:
         loss = 3 / step + (1e-9 if flaw == "drifts" and was_resumed and step > 12 else 0.0)
         out.write(json.dumps({"step": step, "loss": loss, "lr": 0.1, "samples": 8 * step}) + "\n")
         out.flush()
-        if step % interval == 0 or stopped:
+        if (step % interval == 0 or stopped) and flaw != "goes on":
             saved.write_text(json.dumps({"step": step}))
             if flaw in ("skips", "is early"):
                 # Named as we name them, so that it can be known where the run should go on.

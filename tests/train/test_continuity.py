@@ -54,9 +54,7 @@ def test_same_world_size_grid(tmp_path: Path, wrap: str, optimizer: str, world: 
     assert_identical(tmp_path, world, world, world, wrap=wrap, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "bf16"), [(*worlds, bool(i % 2)) for i, worlds in enumerate(WORLDS)], ids=str
-)
+@pytest.mark.parametrize(("before", "after", "bf16"), [(4, 2, False), (2, 4, True), (1, 4, False)], ids=str)
 def test_exact_mode_is_bit_identical_at_other_world_sizes(tmp_path: Path, before: int, after: int, bf16: bool) -> None:
     assert_identical(tmp_path, 2, before, after, exact=True, bf16=bf16)
 
@@ -78,7 +76,10 @@ def test_uneven_slots_and_the_last_incomplete_batch_are_exact_too(tmp_path: Path
     assert_identical(tmp_path, 2, 4, 3, exact=True, global_batch=14, micro_batch=2, last="keep")
 
 
-@pytest.mark.parametrize(("before", "after"), WORLDS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(4, 2), (3, 1), *(pytest.param(*worlds, marks=pytest.mark.slow) for worlds in [(2, 4), (4, 3), (1, 4)])],
+)
 def test_stock_reduction_differs_by_the_order_of_sums_only(tmp_path: Path, before: int, after: int) -> None:
     expected, _ = reference(before)
     rows, _, _ = interrupted(tmp_path, before, after)

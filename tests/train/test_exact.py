@@ -314,6 +314,65 @@ def test_gradients_reduced_twice_in_a_micro_step_are_an_error(world: int) -> Non
     assert str(failure.value).count(message) == world
 
 
+def backward_alone(after_a_step: bool) -> None:
+    model = fully_shard(Scale(4), mesh=init_device_mesh("cpu", (2,)))
+    reshard.exact(model)
+    if after_a_step:
+        exact_step(model, [torch.ones(4)] * 3)
+    model(torch.ones(4)).sum().backward()
+
+
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_a_backward_outside_of_accumulate_is_an_error(after_a_step: bool) -> None:
+    """Its gradients would be zeros, or added to another sum."""
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(2, backward_alone, after_a_step)
+    assert str(failure.value).count("a backward outside of reshard.accumulate: exact mode does not know whose") == 2
+
+
+def parts_of_a_model(case: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    if case == "two":
+        model: nn.Module = nn.Sequential(fully_shard(Scale(4), mesh=mesh), fully_shard(Scale(4), mesh=mesh))
+        reshard.exact(model[0])
+        reshard.exact(model[1])
+    elif case == "a block":
+        model = wrap_fsdp2(Net(dropout=0.0))
+        reshard.exact(model.blocks[0])
+    elif case == "a block first":
+        model = wrap_fsdp2(Net(dropout=0.0))
+        reshard.exact(model.blocks[0])
+        reshard.exact(model)
+    elif case == "a head beside it":
+        model = nn.Sequential(fully_shard(Scale(4), mesh=mesh), nn.Linear(4, 1))
+        reshard.exact(model[0])
+    else:
+        model = wrap_fsdp2(Net(dropout=0.0))
+        reshard.exact(model)
+        model.set_requires_gradient_sync(False)
+    width = 4 if case in ("two", "a head beside it") else FEATURES
+    exact_step(model, [torch.ones(1, width)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("two", "several models in exact mode within one"),
+        ("a block", "the root, blocks.1, inp.weight and 8 more: exact mode was switched on for a part of the model"),
+        (
+            "a block first",
+            "the root, blocks.1, inp.weight and 8 more: exact mode was switched on for a part of the model",
+        ),
+        ("a head beside it", "1.weight, 1.bias: exact mode was switched on for a part of the model"),
+        ("no reduction", "gradients that exact mode did not see; call reshard.exact once the parameters are in place"),
+    ],
+)
+def test_exact_mode_is_for_all_that_is_trained_or_refused(case: str, message: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(2, parts_of_a_model, case)
+    assert str(failure.value).count(message) >= 2
+
+
 class Around(nn.Module):
     """What torch.compile makes of a model: a module around it."""
 
@@ -387,11 +446,11 @@ def test_deterministic_algorithms_and_the_number_of_threads_are_set() -> None:
     assert run_ranks(1, deterministic) == [(False, True, 1)]
 
 
-def changed_since(threads: int, deterministic: bool) -> None:
+def changed_since(threads: int, deterministic: bool, warn_only: bool = False) -> None:
     model = fully_shard(Scale(4), mesh=init_device_mesh("cpu", (1,)))
     reshard.exact(model, threads=2)
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     exact_step(model, [torch.ones(4)] * 2)
 
 
@@ -403,6 +462,8 @@ def test_what_exact_mode_set_for_the_process_is_to_stay() -> None:
         run_ranks(1, changed_since, 1, True)
     with pytest.raises(RankFailed, match=r"deterministic algorithms were switched off after reshard\.exact"):
         run_ranks(1, changed_since, 2, False)
+    with pytest.raises(RankFailed, match=r"deterministic algorithms were switched off after reshard\.exact"):
+        run_ranks(1, changed_since, 2, True, True)
 
 
 def other_machines() -> None:
@@ -500,6 +561,19 @@ class Closed(Rows):
         super().__init__(params)
 
 
+class Narrow(torch.optim.SGD):
+    """A subclass of torch's own whose constructor takes less, and whose step does more."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.norm())
+        return super().step(closure)
+
+
 def unknown(kind: str) -> Any:
     model = wrap_fsdp2(Net())
     told: list[str] = []
@@ -507,7 +581,9 @@ def unknown(kind: str) -> Any:
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("reshard").addHandler(handler)
     optimizer = (
-        Closed(model.parameters(), 1) if kind == "Closed" else {"Rows": Rows, "Signs": Signs}[kind](model.parameters())
+        Closed(model.parameters(), 1)
+        if kind == "Closed"
+        else {"Rows": Rows, "Signs": Signs, "Narrow": Narrow}[kind](model.parameters())
     )
     before = torch.get_rng_state()
     reshard.exact(model, [optimizer])
@@ -516,8 +592,9 @@ def unknown(kind: str) -> Any:
 
 
 def test_an_optimizer_that_is_not_torchs_is_tried_out() -> None:
-    with pytest.raises(RankFailed, match="Rows: this optimizer mixes the elements of a parameter"):
-        run_ranks(1, unknown, "Rows")
+    for kind in ("Rows", "Narrow"):
+        with pytest.raises(RankFailed, match=f"{kind}: this optimizer mixes the elements of a parameter"):
+            run_ranks(1, unknown, kind)
     for kind in ("Signs", "Closed"):
         (told,) = run_ranks(1, unknown, kind)
         assert told == [f"exact mode: {kind} is taken to be element-wise; if it is not, bits follow the world size"]

@@ -52,7 +52,7 @@ def chain(folder: Path, worlds: list[tuple[int, int | None]], **options: Any) ->
     return outcomes[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=str)
 def test_killed_on_4_3_and_6_ranks_and_ended_on_1(tmp_path: Path, options: dict[str, Any]) -> None:
     _, straight = chain(tmp_path / "straight", [(4, None)], **options)
     resumed_at, state = chain(tmp_path / "broken", [(4, 5), (3, 8), (6, 13), (1, None)], **options)

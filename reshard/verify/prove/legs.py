@@ -72,7 +72,7 @@ def plan_legs(ranks: str, kill_at: str, steps: int, command: Sequence[str]) -> l
 
 def _counts(option: str, text: str, separator: str) -> list[int]:
     parts = [part.strip() for part in text.split(separator)]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdigit() and len(part) < 16 and int(part) > 0 for part in parts):
         raise UsageError(
             "not whole numbers above 0",
             key=option,

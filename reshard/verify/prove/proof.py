@@ -26,7 +26,7 @@ from reshard.verify.traces.trace import TraceRow, read_trace
 DEFAULT_EPSILON = 1e-3
 """For runs that are not exact: gradients that are added in another order drift apart by less over hundreds of steps."""
 
-REFERENCE, RESUMED = "reference", "resumed"
+REFERENCE, RESUMED, PICTURE = "reference", "resumed", "loss.png"
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Proof:
         legs: of the run that was killed; a leg with faults is the last.
         comparison: of the two traces; None where the run did not come to its end.
         state: what differs between the last checkpoints of an exact run; None where they were not compared.
+        uncompared: why not, of an exact run.
         compared_tensors: how many of these were held against each other.
         faults: what else is wrong.
     """
@@ -46,6 +47,7 @@ class Proof:
     legs: list[LegResult]
     comparison: Comparison | None = None
     state: list[str] | None = None
+    uncompared: str | None = None
     compared_tensors: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -69,6 +71,7 @@ class Proof:
             "missing_steps": compared.get("missing_steps"),
             "legs": [asdict(leg) for leg in self.legs],
             "state": self.state,
+            "uncompared": self.uncompared,
             "compared_tensors": self.compared_tensors,
             "faults": self.faults,
         }
@@ -94,19 +97,40 @@ def clear(folder: Path, *, force: bool) -> None:
         UsageError: something is there, and ``force`` does not say that it may go; or it is no folder of a proof.
         StorageError: the file system refused.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("not a folder", path=folder, key="--folder")
-    runs = [Place(folder / name) for name in (REFERENCE, RESUMED) if (folder / name).exists()]
-    for run in runs:
-        own = {path.name for path in (run.checkpoints, run.trace, run.log)}
-        if foreign := sorted({path.name for path in run.folder.iterdir()} - own):
-            hint = "name another --folder"
-            raise UsageError("holds what is not of a proof", path=run.folder, found=", ".join(foreign[:3]), hint=hint)
-    if runs and not force:
+    with storage_errors("look into the folder", folder):
+        runs = [Place(folder / name) for name in (REFERENCE, RESUMED) if (folder / name).exists()]
+        is_taken = bool(runs) or (folder / PICTURE).exists()
+        foreign = [path for run in runs for path in _foreign(run)]
+    if foreign:
+        raise UsageError("is not of a proof", path=foreign[0], hint="name another --folder")
+    if is_taken and not force:
         raise UsageError("has a proof already", path=folder, hint="overwrite it with --force, or name another --folder")
     with storage_errors("clear the folder", folder):
         for run in runs:
             shutil.rmtree(run.folder)
+
+
+def _foreign(run: Place) -> list[Path]:
+    """What is there and was not written by a proof."""
+    if not run.folder.is_dir():
+        return [run.folder]
+    own = {path.name for path in (run.checkpoints, run.trace, run.log)}
+    return sorted(path for path in run.folder.iterdir() if path.name not in own)
+
+
+def require_reference(reference: Path, folder: Path) -> None:
+    """Holds the folder of a run without a break against that of the new proof, before anything is cleared.
+
+    Raises:
+        UsageError: no such run is there, or it would go with what is cleared.
+    """
+    if not Place(reference).trace.is_file():
+        raise UsageError("no run without a break is there", path=Place(reference).trace, hint="name the folder of one")
+    cleared = [(folder / name).resolve() for name in (REFERENCE, RESUMED)]
+    if any(each in (reference.resolve(), *reference.resolve().parents) for each in cleared):
+        raise UsageError(
+            "would be cleared with the folder", path=reference, key="--reference", hint="name another --folder"
+        )
 
 
 def prove(
@@ -126,7 +150,7 @@ def prove(
         epsilon: largest loss difference that agrees, unless the run is exact; by default `DEFAULT_EPSILON`.
 
     Raises:
-        UsageError: the command cannot be started, or there is no such reference.
+        UsageError: the command cannot be started.
         ReshardError: what the runs left cannot be read.
     """
     told = told or Told()
@@ -135,8 +159,6 @@ def prove(
         whole = _run(demand, Leg(legs[0].ranks), straight, REFERENCE, told, is_first=True)
         if whole.faults:
             return Proof(False, [], faults=[f"the run without a break {fault}" for fault in whole.faults])
-    elif not straight.trace.is_file():
-        raise UsageError("no run without a break is there", path=straight.trace, hint="name the folder of one")
     broken = Place(folder / RESUMED)
     proof = Proof(_is_exact(straight), [])
     for number, leg in enumerate(legs):
@@ -165,7 +187,11 @@ def judge(proof: Proof, straight: Place, broken: Place, steps: int, epsilon: flo
     reference, resumed = (_first(read_trace(place.trace), steps) for place in (straight, broken))
     proof.comparison = compare_traces(reference, resumed, epsilon=allowed)
     if proof.is_exact and resumed and resumed[-1].step == steps:
-        proof.compared_tensors, proof.state = _compare_states(straight, broken, steps)
+        folders = [place.checkpoints / f"step-{steps}" for place in (straight, broken)]
+        if absent := [folder for folder in folders if not folder.is_dir()]:
+            proof.uncompared = f"{absent[0]} is not there"
+        else:
+            proof.compared_tensors, proof.state = _compare_states(*folders)
 
 
 def _first(rows: list[TraceRow], steps: int) -> list[TraceRow]:
@@ -179,16 +205,13 @@ def _is_exact(place: Place) -> bool:
     return manifest.read(steps[-1].path).exact is not None
 
 
-def _compare_states(straight: Place, broken: Place, step: int) -> tuple[int, list[str] | None]:
-    """How many tensors were compared, and what differs; nothing where one of them did not save its last step.
+def _compare_states(straight: Path, broken: Path) -> tuple[int, list[str]]:
+    """How many tensors of two steps were compared, and what differs.
 
     The generators of single ranks are left out: in exact mode nothing that is trained on draws from them.
     """
-    folders = [place.checkpoints / f"step-{step}" for place in (straight, broken)]
-    if not all(folder.is_dir() for folder in folders):
-        return 0, None
     try:
-        with open_checkpoint(folders[0]) as one, open_checkpoint(folders[1]) as other:
+        with open_checkpoint(straight) as one, open_checkpoint(broken) as other:
             found = diff(one, other, pairs=pair(one, other, leave_out="rng."))
     except CheckpointUnsound as error:
         return 0, [str(error)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.environment import Orders
-from reshard.processes import Launch
+from reshard.processes import Launch, is_running
 from reshard.storage.durable import storage_errors
 from reshard.storage.steps import committed_steps
 from reshard.verify.prove.follow import TraceFollower
@@ -104,7 +104,7 @@ def run_leg(
     logged_bytes = place.log.stat().st_size if place.log.exists() else 0
     trace = TraceFollower(place.trace)
     with Launch(leg.command(demand.command), place.log, orders.variables()) as launch:
-        was_struck, fault = _watch(launch, trace, demand, leg.kill_at, on_step)
+        killed_at, fault = _watch(launch, trace, demand, leg.kill_at, on_step)
         status = launch.status
     trace.look()
     with storage_errors("read the log", place.log):
@@ -112,41 +112,54 @@ def run_leg(
     result.restored = next((line.strip() for line in said if "resumed at step" in line), None)
     result.last = trace.last
     result.resumed_at = None if trace.first is None else trace.first - 1
-    result.killed_at = trace.last if was_struck else None
+    result.killed_at = killed_at
     if fault:
         result.faults.append(fault)
-    elif not was_struck:
-        result.faults += _end_faults(demand, leg, result, status, place.log)
-    result.faults += _start_faults(result, is_first)
+    elif killed_at is None:
+        result.faults += _end_faults(demand, leg, result, status, f"{_last_words(said)} ({place.log})")
+    result.faults += _start_faults(result, demand.steps, is_first)
     return result
 
 
 def _watch(
     launch: Launch, trace: TraceFollower, demand: Demand, kill_at: int | None, on_step: OnStep
-) -> tuple[bool, str | None]:
-    """Until its end, or its kill; whether it was killed, and a fault."""
+) -> tuple[int | None, str | None]:
+    """Until its end, or its kill; the step of the kill, and a fault."""
     heard_s = time.monotonic()
     while launch.status is None:
         if trace.look() and trace.last is not None:
             heard_s = time.monotonic()
             on_step(trace.last)
-            if kill_at is not None and trace.last >= kill_at and launch.signal_workers(demand.number):
-                # One that is asked to stop may take its time to save.
-                launch.wait(AFTERMATH_S if demand.number == signal.SIGKILL else demand.patience_s)
-                return True, None
+            if kill_at is not None and trace.last >= kill_at and (struck := launch.signal_workers(demand.number)):
+                return _aftermath(launch, trace, demand, struck), None
         if time.monotonic() - heard_s > demand.patience_s:
-            return False, f"no step in {demand.patience_s:g} s, the last one was {trace.last}: it was ended"
+            return None, f"no step in {demand.patience_s:g} s, the last one was {trace.last}: it was ended"
         time.sleep(POLL_S)
-    return False, None
+    return None, None
 
 
-def _end_faults(demand: Demand, leg: Leg, result: LegResult, status: int | None, log: Path) -> list[str]:
+def _aftermath(launch: Launch, trace: TraceFollower, demand: Demand, struck: Sequence[int]) -> int | None:
+    """Waits for the workers that were struck, and then for the launcher; the last step that they did."""
+    # Those that are asked to stop may take their time to save.
+    patience_s = AFTERMATH_S if demand.number == signal.SIGKILL else demand.patience_s
+    ends_s = time.monotonic() + patience_s
+    while any(map(is_running, struck)) and time.monotonic() < ends_s:
+        time.sleep(POLL_S)
+    trace.look()
+    last = trace.last
+    # A launcher that starts its workers again by itself is ended with them: the next leg is to resume.
+    while launch.status is None and time.monotonic() < ends_s and not {*launch.workers()} - {*struck}:
+        time.sleep(0.1)
+    return last
+
+
+def _end_faults(demand: Demand, leg: Leg, result: LegResult, status: int | None, last_words: str) -> list[str]:
     """Of a leg that ended by itself."""
     at = f"at step {result.last}" if result.last is not None else "before its first step"
     if status:
-        return [f"failed with exit status {status} {at}: {_last_words(log)}"]
+        return [f"failed with exit status {status} {at}: {last_words}"]
     if result.last is None and (result.committed or 0) >= demand.steps:
-        return [f"had nothing left to do: step {result.committed} was saved before the kill; kill earlier (--kill-at)"]
+        return [f"had nothing left to do: {_TOO_LATE}"]
     if leg.kill_at is not None:
         return [f"ended {at}, before it could be killed after step {leg.kill_at}"]
     if (result.last or 0) < demand.steps:
@@ -157,9 +170,14 @@ def _end_faults(demand: Demand, leg: Leg, result: LegResult, status: int | None,
     return []
 
 
-def _start_faults(result: LegResult, is_first: bool) -> list[str]:
+_TOO_LATE = "the kill came when the run was over already, or it was ignored; kill earlier (--kill-at)"
+
+
+def _start_faults(result: LegResult, steps: int, is_first: bool) -> list[str]:
     if result.resumed_at is None:
         return []
+    if result.resumed_at >= steps:
+        return [f"resumed at step {result.resumed_at} of {steps}: {_TOO_LATE}"]
     if is_first:
         return [] if result.resumed_at == 0 else [f"began at step {result.resumed_at} in an empty folder"]
     if result.resumed_at == 0:
@@ -174,10 +192,10 @@ def _start_faults(result: LegResult, is_first: bool) -> list[str]:
     return []
 
 
-def _last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def _last_words(said: Sequence[str]) -> str:
+    lines = [line.strip() for line in said if line.strip()]
     # What the run says of its own error is worth more than what the launcher says about its workers.
     errors = [
         line for line in lines[-200:] if line.startswith(("error", "Error", "reshard: error")) or "Error: " in line
     ]
-    return f"{(errors or lines or ['it said nothing'])[-1][:300]} ({log})"
+    return (errors or lines or ["it said nothing"])[-1][:300]

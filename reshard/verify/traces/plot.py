@@ -22,6 +22,9 @@ _STRONG = "#0b3c6f"
 _ALARM = "#b3261e"
 _GREY = "#6b6b6b"
 
+# An axis that has to reach further cannot be laid out; infinities and NaN are gaps, too.
+_LARGEST_DRAWN = 1e100
+
 # Beyond this ratio between the differences, a linear axis shows the largest one only.
 _LINEAR_RANGE = 100.0
 
@@ -67,7 +70,7 @@ def _draw_losses(axes: Axes, comparison: Comparison) -> None:
 def _draw_differences(axes: Axes, comparison: Comparison) -> None:
     compared = [(row.step, row.loss_difference) for row in comparison.rows if row.loss_difference is not None]
     steps = [step for step, _ in compared]
-    drawn = [difference if math.isfinite(difference) else math.nan for _, difference in compared]
+    drawn = [_or_gap(difference) for _, difference in compared]
     # Not clipped: half of a line along the lower edge would be cut off, and zero is what one looks for.
     axes.plot(steps, drawn, color=_ALARM, linewidth=1.3, marker=_marker(steps), markersize=3, clip_on=False, zorder=3)
     axes.set_ylabel("|difference|")
@@ -75,7 +78,7 @@ def _draw_differences(axes: Axes, comparison: Comparison) -> None:
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     _tidy(axes)
     _scale_differences(axes, [difference for difference in drawn if difference > 0], comparison.epsilon)
-    _mark_infinite(axes, [step for step, difference in compared if math.isinf(difference)])
+    _mark_infinite(axes, [step for step, difference in compared if difference >= _LARGEST_DRAWN])
     if comparison.epsilon > 0:
         axes.axhline(comparison.epsilon, color=_GREY, linewidth=1, linestyle="--")
         axes.annotate(
@@ -176,7 +179,7 @@ def _tidy(axes: Axes) -> None:
 
 
 def _or_gap(value: float | None) -> float:
-    return math.nan if value is None else value
+    return value if value is not None and abs(value) < _LARGEST_DRAWN else math.nan
 
 
 def _marker(steps: list[int]) -> str:
