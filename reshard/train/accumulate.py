@@ -82,6 +82,7 @@ def accumulate(
     step = _Step(plan, sampler, dp_rank)
     reduction = exact_reduction(model)
     if reduction is not None:
+        reduction.require_all_of(model)
         reduction.require_place(step.dp_rank, plan.ranks)
         reduction.require_as_promised()
     elif plan.ranks > 1:

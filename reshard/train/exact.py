@@ -50,7 +50,8 @@ def exact(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *,
         if type(threads) is not int or threads < 1:
             raise UsageError("not a count", key="threads", expected="an int of at least 1", found=repr(threads))
         mesh = _refuse_inexact(model, optimizers)
-        before = exact_reduction(model)
+        if (before := exact_reduction(model)) is not None:
+            before.require_all_of(model)
     device = next(parameter.device for parameter in model.parameters())
     machine = machine_of(device)
     if len(machines := sorted(set(ranks.gather(machine)))) > 1:
