@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -42,12 +43,16 @@ class Orders:
         trace: ``RESHARD_TRACE``, the file for the trace.
         steps: ``RESHARD_STEPS``, how many optimizer steps to train in all.
         interval: ``RESHARD_INTERVAL``, steps between saves.
+        attempt_folder: ``RESHARD_ATTEMPT_FOLDER``, where the run and ``reshard slurm wrap`` leave each other messages.
+        end_time_s: ``SLURM_JOB_END_TIME``, which recent SLURM sets: when the job will be ended, in Unix time.
     """
 
     checkpoints: str | None = None
     trace: str | None = None
     steps: int | None = None
     interval: int | None = None
+    attempt_folder: str | None = None
+    end_time_s: int | None = None
 
     @classmethod
     def given(cls) -> Orders:
@@ -56,13 +61,110 @@ class Orders:
         Raises:
             UsageError: a variable that should hold a count does not.
         """
-        checkpoints, trace = (os.environ.get(f"RESHARD_{name}") or None for name in ("CHECKPOINTS", "TRACE"))
-        return cls(checkpoints, trace, _count("RESHARD_STEPS"), _count("RESHARD_INTERVAL"))
+        checkpoints, trace, attempt_folder = (
+            os.environ.get(f"RESHARD_{name}") or None for name in ("CHECKPOINTS", "TRACE", "ATTEMPT_FOLDER")
+        )
+        end_time_s = os.environ.get("SLURM_JOB_END_TIME", "")
+        return cls(
+            checkpoints,
+            trace,
+            _count("RESHARD_STEPS"),
+            _count("RESHARD_INTERVAL"),
+            attempt_folder,
+            int(end_time_s) if end_time_s.isdigit() else None,
+        )
 
     def variables(self) -> dict[str, str]:
-        """For the environment of a process that is to follow them; what is not said is taken out, as an empty text."""
+        """What ``reshard prove`` orders, for the environment of a process that is to follow it; what is not said is
+        taken out, as an empty text.
+        """
         values = {"CHECKPOINTS": self.checkpoints, "TRACE": self.trace, "STEPS": self.steps, "INTERVAL": self.interval}
         return {f"RESHARD_{name}": "" if value is None else str(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class SlurmPlace:
+    """Where in a SLURM job this process runs.
+
+    Attributes:
+        job_id: of the job, the same after a requeue.
+        restarts: how often it was requeued.
+        job_name: as given at submission.
+        in_task: whether srun started this process, rather than SLURM as the batch script.
+        rank, ranks: of the task among those of its step.
+        local_rank, local_ranks: the same on this node.
+        node: the node's number in the step.
+    """
+
+    job_id: str
+    restarts: int
+    job_name: str
+    in_task: bool
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    node: int = 0
+
+    @property
+    def attempt(self) -> str:
+        """The attempt's name, the same for all its processes."""
+        return f"{self.job_id}.{self.restarts}"
+
+    @classmethod
+    def given(cls) -> SlurmPlace | None:
+        """From this process's environment; None outside of SLURM."""
+        job_id = os.environ.get("SLURM_JOB_ID")
+        if not job_id:
+            return None
+        numbers = {
+            field: int(text)
+            for field, name in (
+                ("restarts", "SLURM_RESTART_COUNT"),
+                ("rank", "SLURM_PROCID"),
+                ("ranks", "SLURM_STEP_NUM_TASKS"),
+                ("local_rank", "SLURM_LOCALID"),
+                ("node", "SLURM_NODEID"),
+            )
+            if (text := os.environ.get(name, "")).isdigit()
+        }
+        in_task = os.environ.get("SLURM_STEP_ID", "").isdigit()
+        tasks = _expanded(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if in_task else []
+        node = numbers.get("node", 0)
+        return cls(
+            job_id,
+            numbers.pop("restarts", 0),
+            os.environ.get("SLURM_JOB_NAME", job_id),
+            in_task,
+            **(numbers if in_task else {}),
+            local_ranks=tasks[node] if node < len(tasks) else 1,
+        )
+
+    def torch_variables(self) -> dict[str, str]:
+        """What torchrun would tell a rank, of a task that is one; what is set already wins."""
+        values = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_ranks,
+        }
+        return {name: os.environ.get(name) or str(value) for name, value in values.items()}
+
+
+def _expanded(counts: str) -> list[int]:
+    """``2(x3),1`` as SLURM writes it: 2, 2, 2, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def unless_set(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of some variables that this process's environment does not have."""
+    return {name: value for name, value in variables.items() if not os.environ.get(name)}
+
+
+def chain_name() -> str | None:
+    """``RESHARD_CHAIN``: what the jobs of one dependency chain have in common."""
+    return os.environ.get("RESHARD_CHAIN") or None
 
 
 def _count(name: str) -> int | None:

@@ -13,6 +13,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -25,12 +26,45 @@ _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 _LAUNCHERS = (b"torchrun", b"torch.distributed.run", b"torch/distributed/run")
 
 
+@dataclass(frozen=True)
+class Output:
+    """What a short program left: its exit status and its text."""
+
+    status: int
+    text: str
+    errors: str
+
+
+def run(command: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None) -> Output:
+    """Runs a short program to its end.
+
+    Raises:
+        UsageError: there is no such program, or it did not end in time.
+    """
+    try:
+        done = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=inherited(variables or {}),
+        )
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot be started: {reason}", path=command[0], hint="is it installed here?") from error
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"no answer in {timeout_s:g} s", path=" ".join(command), hint="try again later") from error
+    return Output(done.returncode, done.stdout, done.stderr)
+
+
 class Launch:
     """A program that runs beside this one, with whatever it starts. All of that is gone when the context ends.
 
     Args:
         command: the program and its arguments.
-        log: file that its output is appended to.
+        log: file that its output is appended to; None for where this process's own goes.
         variables: of its environment, beside those of this process.
 
     Raises:
@@ -38,12 +72,14 @@ class Launch:
         StorageError: the log cannot be written.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], log: Path | None, variables: Mapping[str, str]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = f"{_MARK}={uuid.uuid4().hex}".encode()
         name, _, value = self._mark.decode().partition("=")
-        with storage_errors("write the log", log):
-            output = log.open("ab")
+        output = None
+        if log is not None:
+            with storage_errors("write the log", log):
+                output = log.open("ab")
         try:
             self._process = subprocess.Popen(
                 list(command),
@@ -64,7 +100,8 @@ class Launch:
             self.kill()
             raise
         finally:
-            output.close()
+            if output is not None:
+                output.close()
 
     def __enter__(self) -> Launch:
         return self
@@ -96,6 +133,11 @@ class Launch:
                 os.kill(pid, number)
                 reached.append(pid)
         return reached
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the program itself, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         """Ends the program and whatever it started, at once."""

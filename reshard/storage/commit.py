@@ -47,6 +47,8 @@ ATTEMPT_FILE = "ATTEMPT"
 
 # It becomes a part of file names, whose length file systems limit to 255 bytes.
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# As `reshard.environment` names the attempts of a SLURM job.
+_JOB_AND_RESTARTS = re.compile(r"([0-9]+)\.([0-9]+)(?:\.|$)")
 _REPLACED_STEP = re.compile(re.escape(REPLACED) + r"(step-[0-9]+)-.+")
 
 
@@ -57,12 +59,14 @@ def claim(run_dir: str | os.PathLike[str], attempt: str) -> None:
     the return no other attempt can commit here. A crash at any point leaves every step whole; claim again.
 
     Raises:
+        Fenced: `attempt` is of a SLURM job that was requeued since, and the later attempt owns the run.
         UsageError: `attempt` holds characters other than A-Z a-z 0-9 . _ - or is too long.
         StorageError: the file system refused.
     """
     _check_attempt(attempt)
     run = Path(run_dir)
     make_folder(run)
+    _check_not_replaced(run, attempt)
     write_atomic(run / ATTEMPT_FILE, json.dumps({"attempt": attempt}).encode() + b"\n")
     # Stages before replaced steps: an attempt without its stage can no longer fill the name that a step gets back.
     for path in uncommitted(run):
@@ -134,6 +138,26 @@ def check_fence(run_dir: str | os.PathLike[str], attempt: str) -> None:
         )
 
 
+def commit_file(run_dir: str | os.PathLike[str], name: str, data: bytes, attempt: str) -> None:
+    """Write a file of the run, or replace it, by the commit rule: whole, and only if `attempt` owns the run.
+
+    Raises:
+        Fenced: another attempt has claimed the run; nothing was written.
+        StorageError: the file system refused.
+    """
+    _check_attempt(attempt)
+    run = Path(run_dir)
+    staged = run / f"{STAGING}{name}-{attempt}"
+    try:
+        write_atomic(staged, data)
+        check_fence(run, attempt)
+        rename_durably(staged, run / name)
+    except StorageError:
+        # A successor takes stages away, so "not found" here may be but the shadow of a lost run.
+        check_fence(run, attempt)
+        raise
+
+
 def abandon_later(run_dir: str | os.PathLike[str], step: int, attempt: str) -> list[Path]:
     """Rename the committed steps past `step`, and return what they are called now.
 
@@ -162,6 +186,23 @@ def _check_attempt(attempt: str) -> None:
             expected="1 to 128 characters of A-Z a-z 0-9 . _ -",
             found=repr(attempt),
             hint="build it from the job id and the restart count",
+        )
+
+
+def _check_not_replaced(run: Path, attempt: str) -> None:
+    """A node that is cut off may start an attempt, or its ranks, after the job was requeued elsewhere."""
+    try:
+        owner = holder(run)
+    except CheckpointUnsound:
+        return
+    mine, theirs = _JOB_AND_RESTARTS.match(attempt), _JOB_AND_RESTARTS.match(owner or "")
+    if mine and theirs and mine[1] == theirs[1] and int(theirs[2]) > int(mine[2]):
+        raise Fenced(
+            "a later attempt of this job has claimed the run",
+            path=run / ATTEMPT_FILE,
+            expected=attempt,
+            found=owner,
+            hint="stop this process: the later attempt goes on from the last committed step",
         )
 
 
