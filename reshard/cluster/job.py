@@ -114,9 +114,7 @@ def duration_s(text: str) -> float | None:
         )
     days, *rest = (None if part is None else int(part) for part in match.groups())
     first, second, third = rest
-    if days is not None:
-        hours, minutes, seconds = first, second, third
-    elif third is not None:
+    if days is not None or third is not None:
         hours, minutes, seconds = first, second, third
     else:
         hours, minutes, seconds = 0, first, second

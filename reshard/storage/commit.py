@@ -73,7 +73,7 @@ def claim(run_dir: str | os.PathLike[str], attempt: str) -> None:
         if path.name.startswith(STAGING):
             # By way of the trash, as the dead attempt may live, past its fence, about to rename the stage into a step.
             move_to_trash(path)
-        elif path.name.startswith(TRASH) or temporary_target(path.name) == ATTEMPT_FILE:
+        elif path.name.startswith(TRASH) or (temporary_target(path.name) or "").startswith((ATTEMPT_FILE, STAGING)):
             remove_tree(path)
     _restore_replaced(run)
 
