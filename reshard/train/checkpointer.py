@@ -27,6 +27,7 @@ from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
 from reshard.train.save import commit_step
 from reshard.train.state import TrainState
+from reshard.train.supervisor import Supervisor
 from reshard.verify.structure import structure_faults
 
 STOPPED_FILE = "STOPPED"
@@ -77,6 +78,7 @@ class Checkpointer:
             ``("accuracy", 2, "max")``. Of its values at the saves (``step(metrics=...)``), NaN is never best.
         async_save: write in the background.
         stop: asked on every rank at each step; if any says yes, all save once and end. Such as ``StopSignal()``.
+            Without it, too, the run ends when ``reshard slurm wrap`` asks it to, and before the job's time is up.
         attempt: a name for this start of the run; by default from the environment.
         visibility_timeout_s: as for :func:`reshard.save_state`.
     """
@@ -129,6 +131,9 @@ class Checkpointer:
                 claim(self.directory, self.attempt)
                 with contextlib.suppress(FileNotFoundError):
                     (self.directory / STOPPED_FILE).unlink()
+        # Rank 0 speaks for all; the others' hears and says nothing.
+        heard = orders if self._ranks.rank == 0 else Orders()
+        self._supervisor = Supervisor(heard, self.directory, self._ranks.size)
 
     def resume(self, step: int | str | Path | None = None, **options: Any) -> LoadReport | None:
         """Restores the state from the newest sound step, or from the one named; None where there is none to resume.
@@ -156,6 +161,7 @@ class Checkpointer:
         folder, metrics = self._ranks.broadcast((folder, metrics))
         if folder is None:
             self._ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
+            self._supervisor.resumed(self.state.step)
             return None
         report = load_state(folder, self.state, **options)
         own = step_path(self.directory, report.step)
@@ -164,6 +170,7 @@ class Checkpointer:
         self._measured = (report.step, metrics) if is_own else None
         self._saved_small = small_state(self.state)
         self._samples = self._trained_on()
+        self._supervisor.resumed(report.step)
         return report
 
     def step(self, metrics: Mapping[str, float | None] | None = None) -> bool:
@@ -176,7 +183,8 @@ class Checkpointer:
         """
         self.state.step += 1
         samples_before, self._samples = self._samples, self._trained_on()
-        asked = self.stop is not None and self.stop()
+        self._supervisor.stepped(self.state.step)
+        asked = self._supervisor.asks() is not None or (self.stop is not None and self.stop())
         is_over = self.last_step is not None and self.state.step >= self.last_step
         if stop := any_asks(self._ranks, asked, self.state.step, self._samples, samples_before):
             self._ranks.say(f"asked to stop: saving step {self.state.step}")
@@ -215,6 +223,7 @@ class Checkpointer:
                 return step_path(self.directory, step)
         self.wait()
         began = time.monotonic()
+        self._supervisor.saving()
         with self._ranks.together():
             if self._ranks.rank == 0:
                 for path in abandon_later(self.directory, step, self.attempt):
@@ -246,7 +255,9 @@ class Checkpointer:
         path = commit_step(
             self.directory, captured, ranks, replace=True, visibility_timeout_s=self.visibility_timeout_s
         )
-        ranks.say(f"saved step {captured.manifest.step} to {path} in {time.monotonic() - began:.1f} s")
+        save_s = time.monotonic() - began
+        ranks.say(f"saved step {captured.manifest.step} to {path} in {save_s:.1f} s")
+        self._supervisor.saved(captured.manifest.step, save_s)
         # Deleting takes long, and the ranks that do not delete are to wait here, not in a collective of the next step.
         with ranks.together():
             if ranks.rank == 0:
@@ -342,12 +353,13 @@ class Checkpointer:
         return self.state.data.samples if isinstance(self.state.data, ElasticSampler) else None
 
     def _mark_stopped(self) -> None:
-        reason = getattr(self.stop, "received", None)
+        reason = self._supervisor.asks() or getattr(self.stop, "received", None)
         reasons = [name for name in self._ranks.gather(reason) if name]
         with self._ranks.together():
             if self._ranks.rank == 0:
                 mark = {"step": self.state.step, "reason": reasons[0] if reasons else None, "attempt": self.attempt}
                 write_atomic(self.directory / STOPPED_FILE, json.dumps(mark).encode() + b"\n")
+        self._supervisor.stopped(self.state.step)
         self._ranks.say(f"stopped at step {self.state.step}" + (f" on {reasons[0]}" if reasons else ""))
 
 
