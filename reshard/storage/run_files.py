@@ -68,6 +68,7 @@ class Progress:
     Attributes:
         checkpoints: the folder it saves in.
         ranks: its world size.
+        began_s: when it started (Unix time).
         step: optimizer steps done.
         time_s: when that was written (Unix time).
         resumed_at: the step it went on from; None before it has loaded one, 0 if there was none.
@@ -80,6 +81,7 @@ class Progress:
 
     checkpoints: str
     ranks: int
+    began_s: float
     step: int
     time_s: float
     resumed_at: int | None = None
@@ -202,9 +204,20 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return events
 
 
+def clear_attempt(folder: Path) -> None:
+    """Takes away what another `wrap` left under the same attempt, in a batch script that has two.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    make_folder(folder)
+    with storage_errors("clear", folder):
+        for path in (folder / PROGRESS_FILE, *folder.glob(f"{ASKED}*")):
+            path.unlink(missing_ok=True)
+
+
 def write_control(folder: Path, control: Control) -> None:
     """Raises StorageError where the file system refuses."""
-    make_folder(folder)
     write_atomic(folder / CONTROL_FILE, _text(control))
 
 

@@ -34,7 +34,7 @@ class Supervisor:
         self._folder = None if orders.attempt_folder is None else Path(orders.attempt_folder)
         self._control = Control(end_time_s=orders.end_time_s)
         self._asked_at_s = self._told_at_s = float("-inf")
-        self._progress = Progress(str(checkpoints), ranks, 0, time.time())
+        self._progress = Progress(str(checkpoints), ranks, time.time(), 0, time.time())
         self._step_times_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._step_began_s: float | None = None
         # A save in the background ends in another thread.

@@ -1,0 +1,200 @@
+"""Watching an attempt: whether it should stop, and why, told to its ranks; how far it is, told to the run's events.
+
+Whoever could know that the end is near is listened to: signals to the batch script, signals to the tasks, the
+controller, and the clock. Two of them are never enough: a preemption with grace signals the tasks only, `--signal=B:`
+the batch script only, and a requeue by hand nobody before it is too late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.cluster.job import Job
+from reshard.cluster.scheduler import find_job
+from reshard.cluster.signals import StopSignal
+from reshard.cluster.task import ASKING
+from reshard.errors import CheckpointUnsound, StorageError
+from reshard.processes import Launch
+from reshard.storage.commit import check_fence
+from reshard.storage.run_files import (
+    ASKED,
+    Control,
+    Progress,
+    add_event,
+    attempt_folder,
+    clear_attempt,
+    lead_time_s,
+    read_progress,
+    write_control,
+)
+
+_TICK_S = 0.5
+_FENCE_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How it ended.
+
+    Attributes:
+        status: the command's exit status; negative for a signal.
+        asked: why it was asked to stop.
+        progress: the last that the run said; None if it said nothing.
+    """
+
+    status: int
+    asked: str | None
+    progress: Progress | None
+
+
+class Watch:
+    """Of one attempt, by its batch script. Make it before the command is started.
+
+    Args:
+        run: the run's folder.
+        attempt: which.
+        job_id: of its job.
+        job: what SLURM said at the start.
+        save_s: the slowest save of earlier attempts.
+        poll_s: how often to ask SLURM.
+        tell: for the words that go into the job's log.
+        on_cancel: called at once when the job turns out to be cancelled by its user, as little time is left then.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        attempt: str,
+        job_id: str,
+        job: Job | None,
+        *,
+        save_s: float | None,
+        poll_s: float,
+        tell: Callable[[str], None],
+        on_cancel: Callable[[], None],
+    ) -> None:
+        self._run, self._attempt, self._job_id = run, attempt, job_id
+        self._folder = attempt_folder(run, attempt)
+        self._poll_s = poll_s
+        self._tell = tell
+        self._on_cancel = on_cancel
+        self._asked: str | None = None
+        self._progress: Progress | None = None
+        self._restarts = int(attempt.partition(".")[2])
+        self._signals = {number: StopSignal([number]) for number in ASKING}
+        self._heard: set[str] = set()
+        self._is_ending = False
+        self._polled_at_s = self._fenced_at_s = time.monotonic()
+        self._control = Control(end_time_s=None if job is None else job.end_time_s, save_s=save_s)
+        clear_attempt(self._folder)
+        write_control(self._folder, self._control)
+
+    def until_end(self, launch: Launch) -> Watched:
+        """Returns when the command has ended.
+
+        Raises:
+            Fenced: another attempt has claimed the run; the command may be running.
+            StorageError: the run's folder cannot be written.
+        """
+        while (status := launch.status) is None:
+            time.sleep(_TICK_S)
+            self._listen()
+        self._hear_progress()
+        return Watched(status, self._asked, self._progress)
+
+    def _listen(self) -> None:
+        now_s = time.monotonic()
+        self._hear_progress()
+        alarm = self._hear_signals() or self._hear_tasks()
+        if alarm is not None or now_s - self._polled_at_s >= self._poll_s:
+            self._ask_slurm(alarm)
+        if now_s - self._fenced_at_s >= _FENCE_INTERVAL_S:
+            self._fenced_at_s = now_s
+            check_fence(self._run, self._attempt)
+
+    def _hear_signals(self) -> str | None:
+        """The name of a signal to the batch script that was not heard before."""
+        for caught in self._signals.values():
+            if caught.received and self._is_news(caught.received):
+                return f"{caught.received} to the batch script"
+        return None
+
+    def _hear_tasks(self) -> str | None:
+        """A signal that a task tells of, the first time."""
+        with suppress(OSError):
+            for path in self._folder.glob(f"{ASKED}*"):
+                name, where = path.read_text().strip(), path.name.removeprefix(ASKED)
+                if self._is_news(f"{name} in a task"):
+                    return f"{name} to task {where}"
+        return None
+
+    def _is_news(self, what: str) -> bool:
+        is_new = what not in self._heard
+        self._heard.add(what)
+        return is_new
+
+    def _ask_slurm(self, alarm: str | None) -> None:
+        self._polled_at_s = time.monotonic()
+        job = find_job(self._job_id, tries=1 if alarm is None else 2, pause_s=1.0)
+        if job is not None and job.restarts == self._restarts:
+            if job.is_running and job.end_time_s != self._control.end_time_s:
+                self._control = replace(self._control, end_time_s=job.end_time_s)
+                write_control(self._folder, self._control)
+            if job.is_ending and not job.hit_time_limit and not self._is_ending:
+                self._is_ending = True
+                self._on_cancel()
+        if reason := self._reason(alarm, job):
+            self._stop(reason, alarm)
+
+    def _reason(self, alarm: str | None, job: Job | None) -> str | None:
+        """Why to stop; None where there is no reason to."""
+        if job is not None:
+            if job.restarts > self._restarts:
+                return "requeued"
+            if job.preempt_time_s is not None:
+                return "preempted"
+            if job.hit_time_limit or (alarm is not None and self._is_near(job.end_time_s)):
+                return "time limit"
+            if job.is_ending:
+                return "cancelled"
+        return alarm
+
+    def _is_near(self, end_time_s: float | None) -> bool:
+        progress = self._progress
+        lead_s = lead_time_s(progress.save_s, progress.step_s) if progress else lead_time_s(None, None)
+        # SLURM sends its warning up to a minute early.
+        return end_time_s is not None and end_time_s - time.time() < 2 * lead_s + 60
+
+    def _stop(self, reason: str, alarm: str | None) -> None:
+        if self._asked is not None:
+            return
+        self._asked = reason
+        self._control = replace(self._control, stop=reason)
+        write_control(self._folder, self._control)
+        self._event("asked", reason=reason, signal=alarm)
+        self._tell(f"{reason}{f' ({alarm})' if alarm and alarm != reason else ''}: asked the run to save and stop")
+
+    def _hear_progress(self) -> None:
+        before = self._progress
+        with suppress(CheckpointUnsound, StorageError):
+            self._progress = read_progress(self._folder)
+        now = self._progress
+        if now is None or now == before:
+            return
+        if now.resumed_at is not None and (before is None or before.resumed_at != now.resumed_at):
+            self._event("resumed", step=now.resumed_at, ranks=now.ranks)
+            self._tell(f"training from step {now.resumed_at} on {now.ranks} ranks")
+        if now.saved_step is not None and (before is None or before.saved_step != now.saved_step):
+            self._event("saved", step=now.saved_step, slowest_save_s=_rounded(now.save_s))
+
+    def _event(self, event: str, **fields: Any) -> None:
+        add_event(self._run, self._attempt, event, **fields)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
