@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.cli import batch, check, convert, diff, inspect, offline, prove, prune, traces
+from reshard.cli import batch, check, convert, diff, inspect, offline, prove, prune, slurm, traces
 from reshard.cli.output import print_error
 from reshard.environment import is_follower, want_one_numpy_thread
 from reshard.errors import ReshardError, UsageError
@@ -28,7 +28,7 @@ EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_FAMILIES = (batch, check, convert, diff, inspect, offline, prove, prune, traces)
+_FAMILIES = (batch, check, convert, diff, inspect, offline, prove, prune, slurm, traces)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,10 +59,21 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", dest="verb", required=True)
     for family in _FAMILIES:
         family.register(verbs)
-    for verb in verbs.choices.values():
+    for verb in parsers_below(parser).values():
         # Suppressed, or the verb's default would undo a --debug given before the verb.
         verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+def parsers_below(parser: argparse.ArgumentParser, above: str = "") -> dict[str, argparse.ArgumentParser]:
+    """The parsers of verbs and of their actions, by name: `check`, `slurm`, `slurm submit`."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                found[above + name] = below
+                found.update(parsers_below(below, f"{above}{name} "))
+    return found
 
 
 class _Parser(argparse.ArgumentParser):

@@ -119,3 +119,16 @@ def submit(command: Sequence[str]) -> str:
     """
     # With several clusters: "id;cluster".
     return call(command).strip().partition(";")[0]
+
+
+def default_partition() -> str | None:
+    """The partition of jobs that name none; None where there is none.
+
+    Raises:
+        SchedulerError, UsageError: as `call`.
+    """
+    for line in call(["scontrol", "--oneliner", "show", "partition"]).splitlines():
+        fields = parse_fields(line)
+        if fields.get("Default") == "YES":
+            return fields["PartitionName"]
+    return None
