@@ -11,7 +11,7 @@ LOG_FOLDER = "logs"
 # A node's GPUs as sinfo writes them: "gpu:4", "gpu:a100:4(S:0-1),gpu:h100:2".
 _COUNT_GPUS = (
     'gpus=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --partition="$SLURM_JOB_PARTITION" --format=%G |\n'
-    "    grep -o 'gpu:[^,()]*' | awk -F: '{ total += $NF } END { print total }')"
+    "    tr ',(' '\\n\\n' | awk -F: '$1 == \"gpu\" { total += $NF } END { print total + 0 }')"
 )
 
 
@@ -22,7 +22,8 @@ def render(config: RunConfig, *, warn_s: int) -> str:
         config: what the job is to be.
         warn_s: how long before its time limit the job is told.
     """
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _sbatch_options(config, warn_s))]
+    options = [*map(_quoted, sbatch_options(config, warn_s)), *config.options]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
     # Not yet with -u: what modules and virtual environments bring along uses variables that are not set.
     lines += ["set -eo pipefail"]
     if config.env_file is not None:
@@ -39,7 +40,8 @@ def render(config: RunConfig, *, warn_s: int) -> str:
 _CONTINUED = " \\\n    "
 
 
-def _sbatch_options(config: RunConfig, warn_s: int) -> list[str]:
+def sbatch_options(config: RunConfig, warn_s: int) -> list[str]:
+    """The options of sbatch that the settings come to, without further ones, and not quoted."""
     nodes = str(config.min_nodes)
     if config.max_nodes > config.min_nodes:
         nodes += f"-{config.max_nodes}"
@@ -57,7 +59,7 @@ def _sbatch_options(config: RunConfig, warn_s: int) -> list[str]:
         "signal": f"B:USR1@{warn_s}",
         "dependency": "singleton",
     }
-    options = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     options.append("--requeue" if config.requeue else "--no-requeue")
     if config.gpus_per_node == ALL_GPUS:
         # The one GPU keeps it off nodes that have none; exclusive gives it the others of the node.
@@ -67,7 +69,12 @@ def _sbatch_options(config: RunConfig, warn_s: int) -> list[str]:
     if config.launcher == "srun":
         # Or a node would come with the CPUs of one task; --ntasks-per-node would pin a range to its smallest number.
         options.append(f"--mincpus={_tasks_per_node(config) * (config.cpus_per_task or 1)}")
-    return [*options, *config.options]
+    return options
+
+
+def _quoted(option: str) -> str:
+    name, separator, value = option.partition("=")
+    return name + separator + (shlex.quote(value) if separator else "")
 
 
 def _outer(config: RunConfig) -> str:

@@ -7,14 +7,14 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.cluster import scheduler
 from reshard.cluster.job import duration_s
-from reshard.cluster.render import LOG_FOLDER, render
-from reshard.cluster.run_config import RunConfig
+from reshard.cluster.render import LOG_FOLDER, render, sbatch_options
+from reshard.cluster.run_config import ALL_GPUS, RunConfig
 from reshard.environment import inherited
 from reshard.errors import ReshardError, UsageError
 from reshard.storage.durable import make_folder, write_atomic
@@ -41,12 +41,14 @@ class Submission:
         warn_s: how long before their time limit they are told.
         chain: what the jobs of a chain have in common; None for a single job.
         jobs: how many there are.
+        overrides: options for sbatch's command line, where the site's environment would win over the script.
         warnings: what may go wrong.
     """
 
     config: RunConfig
     script: str
     warn_s: int
+    overrides: tuple[str, ...]
     chain: str | None
     jobs: int
     warnings: tuple[str, ...]
@@ -58,7 +60,7 @@ class Submission:
 
     def command(self, previous: str | None) -> list[str]:
         """What submits a job that comes after another."""
-        command = ["sbatch", "--parsable"]
+        command = ["sbatch", "--parsable", *self.overrides]
         if previous is not None:
             # An option here takes the place of the script's, so that one is named again.
             command.append(f"--dependency=singleton,afterany:{previous}")
@@ -95,12 +97,14 @@ def prepare(config: RunConfig, *, chain: int | None = None) -> Submission:
     warn_s = warn_time_s(config)
     script = render(config, warn_s=warn_s)
     require_time_to_save(config, warn_s)
-    require_site_settings(config, inherited({}))
+    variables = inherited({})
+    require_site_settings(config, variables)
     _require_folder(Path(config.run))
-    _require_partition(config)
-    warnings = (*_try_out(script), *_warnings(config, chain))
+    _require_partition(config, variables)
+    overrides = overriding_options(sbatch_options(config, warn_s), variables)
+    warnings = (*_try_out(script, overrides), *_warnings(config, chain))
     name = None if chain is None else secrets.token_hex(6)
-    return Submission(config, script, warn_s, name, chain or 1, warnings)
+    return Submission(config, script, warn_s, tuple(overrides), name, chain or 1, warnings)
 
 
 def submit(submission: Submission) -> list[str]:
@@ -142,12 +146,18 @@ def require_time_to_save(config: RunConfig, warn_s: int) -> None:
 
 
 def require_site_settings(config: RunConfig, variables: Mapping[str, str]) -> None:
-    """Passes where what the site's file exports for sbatch is set here.
+    """Passes where what the site's file exports for sbatch is set here, and does not contradict the settings.
 
     Raises:
-        UsageError: it is not, so that sbatch would not see it.
-        StorageError: the file cannot be read.
+        UsageError: sbatch would not see it, or a number of GPUs is set where all of a node are wanted.
     """
+    if config.gpus_per_node == ALL_GPUS and "SBATCH_GPUS_PER_NODE" in variables:
+        raise UsageError(
+            "set, and gpus_per_node is all",
+            key="SBATCH_GPUS_PER_NODE",
+            found=variables["SBATCH_GPUS_PER_NODE"],
+            hint="first: unset SBATCH_GPUS_PER_NODE",
+        )
     if config.env_file is None:
         return
     try:
@@ -163,6 +173,18 @@ def require_site_settings(config: RunConfig, variables: Mapping[str, str]) -> No
             found="none of it" if len(missing) > 1 else "not",
             hint=f"first: source {config.env_file}",
         )
+
+
+def overriding_options(options: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Those of a script's options that a variable stands against: to sbatch, the environment comes before the script,
+    and its command line before both.
+    """
+    return [option for option in options if any(name in variables for name in _variables_of(option))]
+
+
+def _variables_of(option: str) -> list[str]:
+    name = option.split("=")[0].lstrip("-").removeprefix("no-").replace("-", "_").upper()
+    return [f"SBATCH_{name}", f"SBATCH_NO_{name}", *(["SBATCH_TIMELIMIT"] if name == "TIME" else [])]
 
 
 def partition_fault(config: RunConfig, name: str, fields: Mapping[str, str]) -> UsageError | None:
@@ -224,9 +246,9 @@ def _require_folder(run: Path) -> None:
         )
 
 
-def _require_partition(config: RunConfig) -> None:
+def _require_partition(config: RunConfig, variables: Mapping[str, str]) -> None:
     """One of several will do, as for SLURM."""
-    names = config.partition or inherited({}).get("SBATCH_PARTITION") or scheduler.default_partition()
+    names = config.partition or variables.get("SBATCH_PARTITION") or scheduler.default_partition()
     if names is None:
         return
     faults = [partition_fault(config, name, scheduler.show_partition(name)) for name in names.split(",")]
@@ -235,7 +257,7 @@ def _require_partition(config: RunConfig) -> None:
         raise faults[0]
 
 
-def _try_out(script: str) -> list[str]:
+def _try_out(script: str, overrides: Sequence[str]) -> list[str]:
     """What SLURM has against a script for now, without submitting it.
 
     Raises:
@@ -245,7 +267,7 @@ def _try_out(script: str) -> list[str]:
         file.write(script)
         file.flush()
         try:
-            scheduler.call(["sbatch", "--test-only", file.name])
+            scheduler.call(["sbatch", "--test-only", *overrides, file.name])
         except scheduler.SchedulerError as error:
             # Said of nodes that are drained or down, too, and such a job is taken and waits for them.
             if "not available" in str(error.found):
