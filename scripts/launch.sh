@@ -3,13 +3,14 @@
 #
 #   scripts/launch.sh [--ranks N] [--nodes N --node-rank R --head HOST[:PORT]] SCRIPT [ARGS...]
 #
-# --ranks      ranks on this node (default: its GPUs, or 2 without any). More ranks than GPUs run on the CPU.
+# --ranks      ranks on this node (default: the GPUs that SLURM gave, else all, or 2 without any). More ranks than
+#              GPUs run on the CPU.
 # --nodes ...  several machines by hand; run the same line on each. Under SLURM (srun launch.sh ...) it is found out.
 #
 # The python on the PATH runs it.
 set -euo pipefail
 
-usage() { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 ranks="" nodes=${SLURM_JOB_NUM_NODES:-1} node_rank=${SLURM_NODEID:-0} head=""
 while [[ $# -gt 0 && $1 == --* ]]; do
@@ -33,7 +34,8 @@ if command -v nvidia-smi > /dev/null; then
     gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU' || true)
     [[ -n ${CUDA_VISIBLE_DEVICES+set} ]] && gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c . || true)
 fi
-ranks=${ranks:-$((gpus > 0 ? gpus : 2))}
+# Nodes of one job may have different numbers of them.
+ranks=${ranks:-${SLURM_GPUS_ON_NODE:-$((gpus > 0 ? gpus : 2))}}
 if ((ranks > gpus)); then
     export CUDA_VISIBLE_DEVICES=""
 fi
@@ -43,7 +45,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))
 
 if ((nodes > 1)); then
     if [[ -z $head && -n ${SLURM_JOB_NODELIST:-} ]]; then
-        head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        # `reshard slurm wrap` sets it, as containers have no scontrol.
+        head=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
     fi
     [[ -n $head ]] || { echo "launch.sh: --nodes $nodes needs --head HOST, the machine with --node-rank 0" >&2; exit 2; }
     # A port and a name per job and attempt, so that a requeued job does not meet the remains of the last one.

@@ -7,6 +7,7 @@ the batch script only, and a requeue by hand nobody before it is too late.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -106,6 +107,15 @@ class Watch:
             self._listen()
         self._hear_progress()
         return Watched(status, self._asked, self._progress)
+
+    def until_terminated(self, patience_s: float) -> None:
+        """Returns when SLURM has begun to end the batch script, as it does after a requeue.
+
+        One that exits by itself meanwhile may be taken for the end of the next attempt, if that has begun.
+        """
+        until_s = time.monotonic() + patience_s
+        while not self._signals[signal.SIGTERM]() and time.monotonic() < until_s:
+            time.sleep(0.1)
 
     def _listen(self) -> None:
         now_s = time.monotonic()

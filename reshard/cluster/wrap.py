@@ -40,6 +40,7 @@ _CONTROLLER_TRIES = 5
 _REQUEUE_TRIES = 3
 _NEWS_OF_NODES_S = 20.0
 _LAST_RESORT_S = 120.0
+_TERMINATION_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Attempt:
                 launch.send(signal.SIGTERM)
                 _wait_for_end(launch, 30.0)
                 raise
-        return self._conclude(watched)
+        return self._conclude(watched, watch)
 
     def _take_over(self, before: State) -> None:
         """What the run's state says of the attempts before, and what the last could not say any more."""
@@ -183,7 +184,7 @@ class _Attempt:
             wishes["MASTER_ADDR"] = hosts[0]
         return {**known, **unless_set(wishes)}
 
-    def _conclude(self, watched: Watched) -> int:
+    def _conclude(self, watched: Watched, watch: Watch) -> int:
         step_before = self._state.committed_step
         progress = watched.progress
         if progress is not None:
@@ -209,7 +210,7 @@ class _Attempt:
         if decision.state == "done":
             mark_done(self._run, self._name, self._state.committed_step)
         if decision.requeue:
-            return self._requeue(job, decision)
+            return self._requeue(job, decision, watch)
         return decision.exit_code
 
     def _lost_nodes(self, job: Job | None) -> tuple[str, ...]:
@@ -239,7 +240,7 @@ class _Attempt:
         owner = holder(folder)
         return owner if owner is not None and owner.startswith(self._name) else self._name
 
-    def _requeue(self, job: Job | None, decision: Decision) -> int:
+    def _requeue(self, job: Job | None, decision: Decision, watch: Watch) -> int:
         if job is not None and not job.may_requeue:
             how = "the next job of the chain goes on" if self._state.chain else "submit it again to go on"
             self._tell(f"SLURM may not requeue this job (Requeue=0): {how}")
@@ -247,6 +248,7 @@ class _Attempt:
         for turn in range(_REQUEUE_TRIES):
             try:
                 scheduler.requeue(self._place.job_id)
+                watch.until_terminated(_TERMINATION_S)
                 return EXIT_CONTINUES
             except ReshardError as error:
                 self._tell(f"cannot requeue: {error}")

@@ -1,0 +1,194 @@
+"""A real SLURM of four emulated nodes for tests, and runs on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+LAB = ROOT / "tests" / "cluster" / "slurm_lab.sh"
+PROGRAM = ROOT / "tests" / "data" / "slurm_run.py"
+STEPS = 60
+SETTINGS = {"KILLWAIT": "6", "SLURMD_TIMEOUT": "6", "CRED_EXPIRE": "3", "GRACE": "30", "EXTRA_CONF": f"FirstJobId={os.getpid() % 50000 + 1000}"}
+
+
+def why_not() -> str | None:
+    """Why there can be no SLURM here; None where there can."""
+    if os.geteuid() != 0:
+        return "a SLURM of our own needs root"
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter") if not shutil.which(name)]
+    return f"SLURM is not installed: no {', '.join(missing)}" if missing else None
+
+
+def wait_until(what: str, is_true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    until_s = time.monotonic() + timeout_s
+    while not (value := is_true()):
+        assert time.monotonic() < until_s, f"after {timeout_s:g} s still not: {what}"
+        time.sleep(0.2)
+    return value
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RESHARD"))},
+            **SETTINGS,
+            "SLURMLAB": str(folder),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._dead: set[str] = set()
+        self._cut: set[str] = set()
+
+    def lab(self, *words: str, check: bool = True) -> str:
+        done = subprocess.run(
+            [str(LAB), *words], env=self.environment, capture_output=True, text=True, timeout=60, cwd=self.folder
+        )
+        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def call(self, *command: str, check: bool = True) -> str:
+        return self.lab("exec", *command, check=check)
+
+    def crash(self, node: str) -> None:
+        self.lab("crash", node)
+        self._dead.add(node)
+
+    def cut(self, node: str) -> None:
+        self.lab("cut", node)
+        self._cut.add(node)
+
+    def heal(self) -> None:
+        for node in self._cut:
+            self.lab("heal", node)
+        for node in self._dead:
+            self.lab("boot", node)
+        self._cut, self._dead = set(), set()
+
+    def clear(self) -> None:
+        """All jobs gone, all nodes back."""
+        self.heal()
+        self.call("scancel", "--user=root", check=False)
+        self.call("scancel", "--user=root", "--signal=KILL", check=False)
+        wait_until("all nodes idle", lambda: len(self.call("sinfo", "-hN", "-tidle", "-plow").split()) >= 16, 60)
+
+    def occupy(self, node: str) -> str:
+        """Takes a node away from whoever has it, as a job of higher priority would; its job's id."""
+        return self.sbatch(["--partition=high", f"--nodelist={node}", "--exclusive", "--wrap=sleep 300"])
+
+    def sbatch(self, words: Sequence[str]) -> str:
+        return self.call("sbatch", "--parsable", *words).strip()
+
+
+class Job:
+    """A run of `slurm_run.py` under `reshard slurm wrap`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *sbatch: str,
+        wrap: Sequence[str] = ("--poll-s=1",),
+        launch: str | None = None,
+        options: Sequence[str] = (),
+        slow: bool = True,
+    ) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir(exist_ok=True)
+        if slow:
+            (folder / "slow").touch()
+        arguments = " ".join([f"'{PROGRAM}'", f"'{folder}'", str(STEPS), *options])
+        # srun-native: each task is a rank.
+        launch = launch or "srun --ntasks-per-node=1 reshard slurm wrap --ranks -- python {arguments}"
+        line = launch.format(arguments=arguments)
+        (folder / "job.sh").write_text(
+            f"#!/usr/bin/env bash\nset -eu\nexec reshard slurm wrap --run '{folder}' {' '.join(wrap)} -- {line}\n"
+        )
+        self.sbatch = [
+            "--requeue",
+            "--open-mode=append",
+            f"--output={folder}/log",
+            f"--job-name={folder.parent.name}",
+            *sbatch,
+            str(folder / "job.sh"),
+        ]
+        self.id = cluster.sbatch(self.sbatch)
+        self._held_since_s: float | None = None
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        path = self.folder / "state.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.events if line["event"] == event]
+
+    @property
+    def trace(self) -> list[dict[str, Any]]:
+        path = self.folder / "trace.jsonl"
+        # The last line may be in the making.
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def show(self, name: str) -> str:
+        """A field as scontrol tells it."""
+        text = self.cluster.call("scontrol", "-o", "show", "job", self.id, check=False)
+        return next((word.partition("=")[2] for word in text.split() if word.startswith(f"{name}=")), "")
+
+    def trains(self, attempt: int, steps: int = 3) -> Job:
+        """Waits until an attempt has trained some steps."""
+
+        def has_trained() -> bool:
+            self.hurry()
+            return sum(row["attempt"].startswith(f"{self.id}.{attempt}") for row in self.trace) >= steps
+
+        self._wait(f"attempt {attempt} trains", has_trained)
+        return self
+
+    def hurry(self) -> None:
+        """SLURM holds a requeued job back for a while; most of it teaches nothing here."""
+        if self.show("JobState") != "PENDING" or "BeginTime" not in self.show("Reason"):
+            self._held_since_s = None
+        elif self._held_since_s is None:
+            self._held_since_s = time.monotonic()
+        elif time.monotonic() - self._held_since_s > 2:
+            self.cluster.call("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)
+
+    def finishes(self, state: str) -> Job:
+        """Lets the run go at full speed, and waits until the job has ended."""
+        (self.folder / "slow").unlink(missing_ok=True)
+        self.ends(state)
+        return self
+
+    def ends(self, state: str) -> Job:
+        def has_ended() -> bool:
+            self.hurry()
+            return self.show("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+        self._wait("the job ends", has_ended)
+        assert self.show("JobState") == state, self.log
+        return self
+
+    def _wait(self, what: str, is_true: Callable[[], Any]) -> None:
+        try:
+            wait_until(what, is_true, 60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}\n{self.show('JobState')} {self.show('Reason')}") from None
