@@ -11,7 +11,12 @@ from reshard.errors import UsageError
 # Values hold blanks and equals signs (`GRES=gpu:2(IDX:0-1)`, a script's name), so a field begins at a known shape only.
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:.]*)=")
 _ABSENT = frozenset({"", "(null)", "None", "N/A", "Unknown", "UNLIMITED"})
-_ENDING = frozenset({"COMPLETING", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "FAILED", "COMPLETED", "DEADLINE"})
+_ENDING = frozenset(
+    {
+        *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE"),
+        *("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def parse_fields(text: str) -> dict[str, str]:
     """`Name=value` pairs as scontrol prints them; the first of a name wins."""
     fields: dict[str, str] = {}
     starts = list(_FIELD.finditer(text))
-    for here, after in zip(starts, [*starts[1:], None], strict=True):
+    for here, after in zip(starts, [*starts[1:], None], strict=False):
         value = text[here.end() : after.start() if after is not None else len(text)].strip()
         fields.setdefault(here[1], value)
     return fields
