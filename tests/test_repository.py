@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.cli.main import build_parser
+from reshard.cli.main import build_parser, parsers_below
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "reshard"
@@ -180,11 +180,9 @@ def test_public_names_are_frozen() -> None:
 
 
 def test_the_command_line_is_frozen() -> None:
-    verbs = next(action for action in build_parser()._actions if action.dest == "verb")
-    assert verbs.choices is not None
     options = {
         verb: sorted(option for action in parser._actions for option in action.option_strings if option[:2] == "--")
-        for verb, parser in verbs.choices.items()
+        for verb, parser in parsers_below(build_parser()).items()
     }
     assert options == {
         "batch": [
@@ -254,6 +252,19 @@ def test_the_command_line_is_frozen() -> None:
             "--steps",
         ],
         "prune": ["--debug", "--dry-run", "--help", "--json", "--keep", "--keep-best", "--keep-every"],
+        "slurm": ["--debug", "--help"],
+        "slurm render": ["--config", "--debug", "--help"],
+        "slurm submit": ["--chain", "--config", "--debug", "--dry-run", "--help", "--json"],
+        "slurm wrap": [
+            "--debug",
+            "--fall-back",
+            "--forward",
+            "--help",
+            "--max-failures",
+            "--poll-s",
+            "--ranks",
+            "--run",
+        ],
     }
 
 

@@ -11,7 +11,7 @@ LOG_FOLDER = "logs"
 # A node's GPUs as sinfo writes them: "gpu:4", "gpu:a100:4(S:0-1),gpu:h100:2".
 _COUNT_GPUS = (
     'gpus=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --partition="$SLURM_JOB_PARTITION" --format=%G |\n'
-    "    tr ',(' '\\n\\n' | awk -F: '$1 == \"gpu\" { total += $NF } END { print total + 0 }')"
+    "    tr ',(' '\\n' | awk -F: '$1 == \"gpu\" { total += $NF } END { print total + 0 }')"
 )
 
 

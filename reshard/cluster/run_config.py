@@ -155,8 +155,10 @@ def _read(path: Path) -> dict[str, Any]:
             f"cannot be read: {reason}", path=path, hint="name a YAML file, like slurm/run.yaml"
         ) from error
     except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        raise UsageError("not YAML", path=path, found=said, hint="compare with slurm/run.yaml") from error
+        mark = getattr(error, "problem_mark", None)
+        line = None if mark is None else f"line {mark.line + 1}"
+        said = getattr(error, "problem", None) or str(error)
+        raise UsageError("not YAML", path=path, key=line, found=said, hint="compare with slurm/run.yaml") from error
     if not isinstance(given, Mapping) or not given:
         found = "nothing" if not given else "a list" if isinstance(given, list) else "a text"
         raise UsageError("not a run's settings", path=path, expected="`key: value` lines", found=found)

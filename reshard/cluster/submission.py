@@ -94,12 +94,12 @@ def prepare(config: RunConfig, *, chain: int | None = None) -> Submission:
         UsageError: the settings do not fit the cluster or each other, or the run's folder cannot be written.
         SchedulerError: SLURM does not take the script, or does not answer.
     """
+    _require_folder(Path(config.run))
     warn_s = warn_time_s(config)
     script = render(config, warn_s=warn_s)
     require_time_to_save(config, warn_s)
     variables = inherited({})
     require_site_settings(config, variables)
-    _require_folder(Path(config.run))
     _require_partition(config, variables)
     overrides = overriding_options(sbatch_options(config, warn_s), variables)
     warnings = (*_try_out(script, overrides), *_warnings(config, chain))

@@ -2,7 +2,8 @@
 
 The texts in data/ that begin with 22.05 were printed by a SLURM 22.05.8 of ours. The others have the fields, the order
 and the oddities of what other versions printed, as seen in public documentation, tests of other programs and issue
-threads, with names, numbers and paths of our own; where their version was not told, it is the one of that time.
+threads, with names, numbers and paths of our own; where their version was not told, it is the one of that time. Of the
+preempted one only states and exit code were seen.
 """
 
 from __future__ import annotations
