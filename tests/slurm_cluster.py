@@ -1,4 +1,4 @@
-"""A real SLURM of four emulated nodes for tests, and runs on it."""
+"""A real SLURM of a few emulated nodes for tests, and runs on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 LAB = ROOT / "tests" / "cluster" / "slurm_lab.sh"
 PROGRAM = ROOT / "tests" / "data" / "slurm_run.py"
-STEPS = 60
-SETTINGS = {"KILLWAIT": "6", "SLURMD_TIMEOUT": "6", "CRED_EXPIRE": "3", "GRACE": "30", "EXTRA_CONF": f"FirstJobId={os.getpid() % 50000 + 1000}"}
+STEPS = 40
+NODES = 10
+SETTINGS = {
+    "KILLWAIT": "6",
+    "SLURMD_TIMEOUT": "6",
+    "CRED_EXPIRE": "3",
+    "GRACE": "30",
+    # Other numbers than those of another cluster on this machine, whose control groups have the same names.
+    "EXTRA_CONF": f"FirstJobId={os.getpid() % 50000 + 1000}",
+}
 
 
 def why_not() -> str | None:
@@ -45,8 +53,8 @@ class Cluster:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
         }
-        self._dead: set[str] = set()
-        self._cut: set[str] = set()
+        self.submitted: list[str] = []
+        self._held_since_s: dict[str, float] = {}
 
     def lab(self, *words: str, check: bool = True) -> str:
         done = subprocess.run(
@@ -58,34 +66,29 @@ class Cluster:
     def call(self, *command: str, check: bool = True) -> str:
         return self.lab("exec", *command, check=check)
 
-    def crash(self, node: str) -> None:
-        self.lab("crash", node)
-        self._dead.add(node)
+    def clear(self, jobs: Sequence[str]) -> None:
+        """These jobs gone."""
+        for job in jobs:
+            self.call("scancel", job, check=False)
+        wait_until("these jobs are gone", lambda: not set(jobs) & set(self.call("squeue", "-h", "-o%i").split()))
 
-    def cut(self, node: str) -> None:
-        self.lab("cut", node)
-        self._cut.add(node)
-
-    def heal(self) -> None:
-        for node in self._cut:
-            self.lab("heal", node)
-        for node in self._dead:
-            self.lab("boot", node)
-        self._cut, self._dead = set(), set()
-
-    def clear(self) -> None:
-        """All jobs gone, all nodes back."""
-        self.heal()
-        self.call("scancel", "--user=root", check=False)
-        self.call("scancel", "--user=root", "--signal=KILL", check=False)
-        wait_until("all nodes idle", lambda: len(self.call("sinfo", "-hN", "-tidle", "-plow").split()) >= 16, 60)
+    def hurry(self) -> None:
+        """SLURM holds requeued jobs back for a while; most of it teaches nothing here."""
+        pending = self.call("squeue", "-h", "-tPD", "-o%i %r").splitlines()
+        held = {line.split()[0] for line in pending if line.endswith("BeginTime")}
+        now_s = time.monotonic()
+        self._held_since_s = {job: self._held_since_s.get(job, now_s) for job in held}
+        for job, since_s in self._held_since_s.items():
+            if now_s - since_s > 2:
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
     def occupy(self, node: str) -> str:
         """Takes a node away from whoever has it, as a job of higher priority would; its job's id."""
         return self.sbatch(["--partition=high", f"--nodelist={node}", "--exclusive", "--wrap=sleep 300"])
 
     def sbatch(self, words: Sequence[str]) -> str:
-        return self.call("sbatch", "--parsable", *words).strip()
+        self.submitted.append(self.call("sbatch", "--parsable", *words).strip())
+        return self.submitted[-1]
 
 
 class Job:
@@ -99,12 +102,11 @@ class Job:
         wrap: Sequence[str] = ("--poll-s=1",),
         launch: str | None = None,
         options: Sequence[str] = (),
-        slow: bool = True,
+        slow_s: float = 0.2,
     ) -> None:
         self.cluster, self.folder = cluster, folder
         folder.mkdir(exist_ok=True)
-        if slow:
-            (folder / "slow").touch()
+        (folder / "slow").write_text(str(slow_s))
         arguments = " ".join([f"'{PROGRAM}'", f"'{folder}'", str(STEPS), *options])
         # srun-native: each task is a rank.
         launch = launch or "srun --ntasks-per-node=1 reshard slurm wrap --ranks -- python {arguments}"
@@ -121,7 +123,6 @@ class Job:
             str(folder / "job.sh"),
         ]
         self.id = cluster.sbatch(self.sbatch)
-        self._held_since_s: float | None = None
 
     @property
     def log(self) -> str:
@@ -157,20 +158,10 @@ class Job:
         """Waits until an attempt has trained some steps."""
 
         def has_trained() -> bool:
-            self.hurry()
             return sum(row["attempt"].startswith(f"{self.id}.{attempt}") for row in self.trace) >= steps
 
         self._wait(f"attempt {attempt} trains", has_trained)
         return self
-
-    def hurry(self) -> None:
-        """SLURM holds a requeued job back for a while; most of it teaches nothing here."""
-        if self.show("JobState") != "PENDING" or "BeginTime" not in self.show("Reason"):
-            self._held_since_s = None
-        elif self._held_since_s is None:
-            self._held_since_s = time.monotonic()
-        elif time.monotonic() - self._held_since_s > 2:
-            self.cluster.call("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)
 
     def finishes(self, state: str) -> Job:
         """Lets the run go at full speed, and waits until the job has ended."""
@@ -180,7 +171,6 @@ class Job:
 
     def ends(self, state: str) -> Job:
         def has_ended() -> bool:
-            self.hurry()
             return self.show("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
         self._wait("the job ends", has_ended)
@@ -188,7 +178,11 @@ class Job:
         return self
 
     def _wait(self, what: str, is_true: Callable[[], Any]) -> None:
+        def ask() -> Any:
+            self.cluster.hurry()
+            return is_true()
+
         try:
-            wait_until(what, is_true, 60)
+            wait_until(what, ask, 90)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}\n{self.show('JobState')} {self.show('Reason')}") from None

@@ -35,21 +35,24 @@ class Attempt:
     Attributes:
         restarts: which restart of the job it was.
         status: the command's exit status; negative for the signal that ended it.
-        asked: why it was asked to stop; None if it was not.
+        asked: why it was asked to stop, or why it did; None if neither.
+        is_hearsay: whether all that asked was SIGTERM to a task, of which SLURM knows no reason: so, too, srun ends
+            the tasks that are left when one has crashed.
         reports: whether the run told how far it is.
         stopped_at: the step at which the run says that it ended early.
-        step_before: the newest step when the attempt began; None if there was none.
-        step_after: the newest step now.
+        best_step: the newest step there ever was when the attempt began; None if there was none.
+        steps: those there are now, ascending.
         lost_nodes: nodes that SLURM does not hear from.
     """
 
     restarts: int
     status: int
     asked: str | None = None
+    is_hearsay: bool = False
     reports: bool = True
     stopped_at: int | None = None
-    step_before: int | None = None
-    step_after: int | None = None
+    best_step: int | None = None
+    steps: tuple[int, ...] = ()
     lost_nodes: tuple[str, ...] = ()
 
     @property
@@ -59,8 +62,26 @@ class Attempt:
         return self.status == 0 and not ended_early
 
     @property
+    def newest(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    @property
     def progressed(self) -> bool:
-        return self.step_after is not None and (self.step_before is None or self.step_after > self.step_before)
+        """Whether it saved a step that no attempt did before: one that is saved again after a fall-back is no news."""
+        return self.newest is not None and (self.best_step is None or self.newest > self.best_step)
+
+
+@dataclass(frozen=True)
+class History:
+    """What went before, as far as it counts.
+
+    Attributes:
+        failures: in a row without a newer step.
+        fell_back_to: the step that the run fell back to since its newest; None if it did not.
+    """
+
+    failures: int = 0
+    fell_back_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,8 @@ class Limits:
 
     Attributes:
         max_failures: failures in a row without a newer step that end the run.
-        fall_back: whether the run then goes back one step, and begins to count anew.
+        fall_back: whether the run then goes back one step, and begins to count anew. It goes back further each time,
+            and fails when there is nothing left, or it would do the same steps for ever.
     """
 
     max_failures: int = 3
@@ -84,16 +106,16 @@ class Decision:
         state: of the run, as `reshard.storage.run_files.State` has it.
         reason: in words.
         requeue: whether to put the job into the queue.
-        failures: in a row without a newer step, this one included.
-        fall_back: whether to set the newest step aside first.
+        history: for the next attempt.
+        fall_back_to: the step to go on from, after those past it are set aside; None for the newest.
         exit_code: of the job.
     """
 
     state: str
     reason: str
     requeue: bool
-    failures: int
-    fall_back: bool = False
+    history: History
+    fall_back_to: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -101,26 +123,25 @@ class Decision:
         return codes.get(self.state, EXIT_CONTINUES)
 
 
-def decide(attempt: Attempt, job: Job | None, failures: int, limits: Limits, steps: int) -> Decision:
+def decide(attempt: Attempt, job: Job | None, history: History, limits: Limits) -> Decision:
     """What becomes of the run.
 
     Args:
         attempt: how it ended.
         job: what SLURM says now; None where it does not answer.
-        failures: those in a row before this attempt.
+        history: what went before.
         limits: what is allowed.
-        steps: how many steps there are to go on from.
     """
-    kept = 0 if attempt.progressed else failures
+    kept = History() if attempt.progressed else history
     if attempt.is_finished:
-        return Decision("done", "the command has finished", False, 0)
+        return Decision("done", "the command has finished", False, History())
     if job is not None and job.restarts > attempt.restarts:
         return Decision("waiting", "requeued by SLURM", False, kept)
     if job is not None and job.is_ending and not job.hit_time_limit:
         return Decision("cancelled", "cancelled by its user", False, kept)
     if reason := _interruption(attempt, job):
         return Decision("waiting", reason, True, kept)
-    return _after_failure(attempt, job, failures, limits, steps)
+    return _after_failure(attempt, job, history, limits)
 
 
 def _interruption(attempt: Attempt, job: Job | None) -> str | None:
@@ -129,31 +150,37 @@ def _interruption(attempt: Attempt, job: Job | None) -> str | None:
         return "preempted"
     if attempt.lost_nodes:
         return f"lost {', '.join(attempt.lost_nodes)}"
-    if attempt.asked is not None or attempt.stopped_at is not None:
-        reason = attempt.asked or "it stopped by itself"
+    if attempt.stopped_at is not None:
+        return attempt.asked or "it stopped by itself"
+    if attempt.asked is not None and not attempt.is_hearsay:
         # A run that never gets as far as a save before its time is up would be started for ever.
-        in_vain = reason == "time limit" and attempt.reports and attempt.stopped_at is None and not attempt.progressed
-        return None if in_vain else reason
+        in_vain = attempt.asked == "time limit" and attempt.reports and not attempt.progressed
+        return None if in_vain else attempt.asked
     if job is not None and job.hit_time_limit and attempt.progressed:
         return "time limit"
     return None
 
 
-def _after_failure(attempt: Attempt, job: Job | None, failures: int, limits: Limits, steps: int) -> Decision:
+def _after_failure(attempt: Attempt, job: Job | None, history: History, limits: Limits) -> Decision:
     what = _failure(attempt, job)
     if not attempt.reports:
-        return Decision("failed", f"{what}, and does not say how far it was", False, 1)
-    if attempt.step_after is None:
-        return Decision("failed", f"{what} before a step was saved: another attempt would do the same", False, 1)
-    count = 1 if attempt.progressed else failures + 1
-    reason = f"{what} at step {attempt.step_after}"
-    if count > 1:
-        reason = f"{what}, {count} times in a row without a newer step than {attempt.step_after}"
-    if count < limits.max_failures:
-        return Decision("waiting", reason, True, count)
-    if limits.fall_back and steps > 1:
-        return Decision("waiting", f"{reason}, which is set aside", True, 0, fall_back=True)
-    return Decision("failed", reason, False, count)
+        return Decision("failed", f"{what}, and does not say how far it was", False, history)
+    if attempt.newest is None:
+        return Decision("failed", f"{what} before a step was saved: another attempt would do the same", False, history)
+    after = History(1) if attempt.progressed else History(history.failures + 1, history.fell_back_to)
+    reason = f"{what} at step {attempt.newest}"
+    if after.failures > 1:
+        reason = f"{what}, {after.failures} times in a row without a newer step than {attempt.newest}"
+    if after.failures < limits.max_failures:
+        return Decision("waiting", reason, True, after)
+    if limits.fall_back and (target := _earlier(attempt.steps, after.fell_back_to)) is not None:
+        return Decision("waiting", f"{reason}: falling back to step {target}", True, History(0, target), target)
+    return Decision("failed", reason, False, after)
+
+
+def _earlier(steps: tuple[int, ...], fell_back_to: int | None) -> int | None:
+    below = steps[-1] if fell_back_to is None else fell_back_to
+    return max((step for step in steps if step < below), default=None)
 
 
 def _failure(attempt: Attempt, job: Job | None) -> str:

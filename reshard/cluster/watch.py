@@ -36,6 +36,7 @@ from reshard.storage.run_files import (
 
 _TICK_S = 0.5
 _FENCE_INTERVAL_S = 5.0
+_TASK_TERM = "SIGTERM to task"
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class Watched:
     Attributes:
         status: the command's exit status; negative for a signal.
         asked: why it was asked to stop.
+        is_hearsay: whether nothing but SIGTERM to a task spoke for it.
         progress: the last that the run said; None if it said nothing.
     """
 
     status: int
     asked: str | None
+    is_hearsay: bool
     progress: Progress | None
 
 
@@ -85,6 +88,7 @@ class Watch:
         self._tell = tell
         self._on_cancel = on_cancel
         self._asked: str | None = None
+        self._is_hearsay = False
         self._progress: Progress | None = None
         self._restarts = int(attempt.partition(".")[2])
         self._signals = {number: StopSignal([number]) for number in ASKING}
@@ -106,7 +110,7 @@ class Watch:
             time.sleep(_TICK_S)
             self._listen()
         self._hear_progress()
-        return Watched(status, self._asked, self._progress)
+        return Watched(status, self._asked, self._is_hearsay, self._progress)
 
     def until_terminated(self, patience_s: float) -> None:
         """Returns when SLURM has begun to end the batch script, as it does after a requeue.
@@ -184,6 +188,7 @@ class Watch:
         if self._asked is not None:
             return
         self._asked = reason
+        self._is_hearsay = reason.startswith(_TASK_TERM)
         self._control = replace(self._control, stop=reason)
         write_control(self._folder, self._control)
         self._event("asked", reason=reason, signal=alarm)

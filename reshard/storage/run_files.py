@@ -77,6 +77,7 @@ class Progress:
         save_s: its slowest save.
         step_s: its slowest step of late, saves not counted.
         stopped_at: the step at which it ended early, because it was asked to.
+        stop_reason: why, as far as it knows.
     """
 
     checkpoints: str
@@ -90,6 +91,7 @@ class Progress:
     save_s: float | None = None
     step_s: float | None = None
     stopped_at: int | None = None
+    stop_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class State:
         time_s: when that was written (Unix time).
         checkpoints: the folder that the run saves in, once it has said so.
         committed_step: the newest step in it.
+        best_step: the newest that there ever was.
         failures: attempts in a row that crashed without a newer step.
+        fell_back_to: the step that it fell back to since its best.
         save_s, step_s: the slowest save and step, as the last attempt that had any measured them.
     """
 
@@ -115,7 +119,9 @@ class State:
     time_s: float = 0.0
     checkpoints: str | None = None
     committed_step: int | None = None
+    best_step: int | None = None
     failures: int = 0
+    fell_back_to: int | None = None
     save_s: float | None = None
     step_s: float | None = None
 

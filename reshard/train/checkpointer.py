@@ -353,14 +353,14 @@ class Checkpointer:
         return self.state.data.samples if isinstance(self.state.data, ElasticSampler) else None
 
     def _mark_stopped(self) -> None:
-        reason = self._supervisor.asks() or getattr(self.stop, "received", None)
-        reasons = [name for name in self._ranks.gather(reason) if name]
+        mine = self._supervisor.asks() or getattr(self.stop, "received", None)
+        reason = next((name for name in self._ranks.gather(mine) if name), None)
         with self._ranks.together():
             if self._ranks.rank == 0:
-                mark = {"step": self.state.step, "reason": reasons[0] if reasons else None, "attempt": self.attempt}
+                mark = {"step": self.state.step, "reason": reason, "attempt": self.attempt}
                 write_atomic(self.directory / STOPPED_FILE, json.dumps(mark).encode() + b"\n")
-        self._supervisor.stopped(self.state.step)
-        self._ranks.say(f"stopped at step {self.state.step}" + (f" on {reasons[0]}" if reasons else ""))
+        self._supervisor.stopped(self.state.step, reason)
+        self._ranks.say(f"stopped at step {self.state.step}" + (f" on {reason}" if reason else ""))
 
 
 def _faults(folder: Path) -> list[str]:

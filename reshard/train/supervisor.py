@@ -86,9 +86,9 @@ class Supervisor:
         slowest_s = max(save_s, self._progress.save_s or 0.0)
         self._tell(saved_step=step, saved_time_s=time.time(), save_s=slowest_s)
 
-    def stopped(self, step: int) -> None:
+    def stopped(self, step: int, reason: str | None) -> None:
         """It ends early, as it was asked to."""
-        self._tell(stopped_at=step, step=step)
+        self._tell(stopped_at=step, step=step, stop_reason=reason)
 
     def _tell(self, **changes: Any) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
 """A small exact run for the tests under SLURM: started by torchrun or by srun, any number of ranks.
 
-    slurm_run.py FOLDER STEPS [interval=N] [bug=STEP] [poisoned=STEP]
+    slurm_run.py FOLDER STEPS [interval=N] [bug=STEP] [first_bug=STEP] [poisoned=STEP]
 
-While there is a file FOLDER/slow, a step takes longer, so that something can happen to the run.
+While there is a file FOLDER/slow, a step takes as many seconds longer as it says, so that something can happen to the
+run. It crashes in a step (`first_bug`: the first attempt only), and on start if there is a checkpoint of some step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
     checkpointer = reshard.Checkpointer(
         folder / "checkpoints", run.state, interval=int(options.get("interval", "1000")), stop=stop
     )
+    bugs = [options.get("bug"), None if "SLURM_RESTART_COUNT" in os.environ else options.get("first_bug")]
+    pause_s = float((folder / "slow").read_text()) if (folder / "slow").exists() else 0.0
     if (folder / "checkpoints" / f"step-{options.get('poisoned')}").exists():
         raise ValueError("this checkpoint is poisoned")
     checkpointer.resume()
@@ -46,12 +49,13 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
                         attempt=checkpointer.attempt,
                     )
                 )
-                if run.state.step + 1 == int(options.get("bug", "-1")):
+                if str(run.state.step + 1) in bugs:
                     raise ValueError("a bug in the script")
                 if checkpointer.step():
                     return
-                if (folder / "slow").exists():
-                    time.sleep(0.2)
+                until_s = time.monotonic() + pause_s
+                while (folder / "slow").exists() and time.monotonic() < until_s:
+                    time.sleep(0.05)
                 if run.state.step >= steps:
                     break
     checkpointer.save()
