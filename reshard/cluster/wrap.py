@@ -20,7 +20,7 @@ from reshard.cluster.ledger import Ledger
 from reshard.cluster.policy import EXIT_DONE, EXIT_FAILED, EXIT_REPLACED, Attempt, Decision, Limits, decide
 from reshard.cluster.watch import Watch, Watched
 from reshard.environment import SlurmPlace, chain_name, unless_set
-from reshard.errors import Fenced, ReshardError
+from reshard.errors import Fenced, ReshardError, UsageError
 from reshard.processes import Launch
 from reshard.storage.commit import claim
 from reshard.storage.run_files import DONE_FILE, attempt_folder, lead_time_s, read_state
@@ -110,7 +110,12 @@ class _Attempt:
         """The batch script's exit code."""
         self._say_started()
         self._ledger.started(self._place.job_id, self._job)
-        with Launch(self._terms.command, None, self._variables()) as launch:
+        try:
+            launched = Launch(self._terms.command, None, self._variables())
+        except UsageError as error:
+            self._ledger.say("failed", str(error))
+            raise
+        with launched as launch:
             try:
                 watched = self._watch.until_end(launch)
             except Fenced:
