@@ -91,43 +91,35 @@ class Cluster:
         return self.submitted[-1]
 
 
-class Job:
-    """A run of `slurm_run.py` under `reshard slurm wrap`."""
+def start(
+    cluster: Cluster,
+    folder: Path,
+    *sbatch: str,
+    wrap: Sequence[str] = ("--poll-s=1",),
+    launch: str = "srun --ntasks-per-node=1 reshard slurm wrap --ranks -- python {arguments}",
+    options: Sequence[str] = (),
+    slow_s: float = 0.2,
+) -> Job:
+    """Submits a run of `slurm_run.py` under `reshard slurm wrap`; by default each task is a rank."""
+    folder.mkdir(exist_ok=True)
+    (folder / "slow").write_text(str(slow_s))
+    line = launch.format(arguments=" ".join([f"'{PROGRAM}'", f"'{folder}'", str(STEPS), *options]))
+    (folder / "job.sh").write_text(
+        f"#!/usr/bin/env bash\nset -eu\nexec reshard slurm wrap --run '{folder}' {' '.join(wrap)} -- {line}\n"
+    )
+    usual = ["--requeue", "--open-mode=append", f"--output={folder}/log", f"--job-name={folder.parent.name}"]
+    return Job(cluster, folder, cluster.sbatch([*usual, *sbatch, str(folder / "job.sh")]))
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        folder: Path,
-        *sbatch: str,
-        wrap: Sequence[str] = ("--poll-s=1",),
-        launch: str | None = None,
-        options: Sequence[str] = (),
-        slow_s: float = 0.2,
-    ) -> None:
-        self.cluster, self.folder = cluster, folder
-        folder.mkdir(exist_ok=True)
-        (folder / "slow").write_text(str(slow_s))
-        arguments = " ".join([f"'{PROGRAM}'", f"'{folder}'", str(STEPS), *options])
-        # srun-native: each task is a rank.
-        launch = launch or "srun --ntasks-per-node=1 reshard slurm wrap --ranks -- python {arguments}"
-        line = launch.format(arguments=arguments)
-        (folder / "job.sh").write_text(
-            f"#!/usr/bin/env bash\nset -eu\nexec reshard slurm wrap --run '{folder}' {' '.join(wrap)} -- {line}\n"
-        )
-        self.sbatch = [
-            "--requeue",
-            "--open-mode=append",
-            f"--output={folder}/log",
-            f"--job-name={folder.parent.name}",
-            *sbatch,
-            str(folder / "job.sh"),
-        ]
-        self.id = cluster.sbatch(self.sbatch)
+
+class Job:
+    """A run of `slurm_run.py`, as its user sees it."""
+
+    def __init__(self, cluster: Cluster, folder: Path, job_id: str) -> None:
+        self.cluster, self.folder, self.id = cluster, folder, job_id
 
     @property
     def log(self) -> str:
-        path = self.folder / "log"
-        return path.read_text() if path.exists() else ""
+        return "".join(path.read_text() for path in [*self.folder.glob("log"), *sorted(self.folder.glob("logs/*"))])
 
     @property
     def state(self) -> dict[str, Any]:

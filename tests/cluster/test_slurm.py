@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import NODES, PROGRAM, ROOT, STEPS, Cluster, Job, wait_until, why_not
+from slurm_cluster import NODES, PROGRAM, ROOT, STEPS, Cluster, Job, start, wait_until, why_not
 
 pytestmark = [
     pytest.mark.slurm,
@@ -82,21 +82,21 @@ class Aside:
 
 @pytest.fixture(scope="module", autouse=True)
 def aside(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Aside:
-    def start(name: str, *sbatch: str, **options: Any) -> Job:
-        return Job(slurm, tmp_path_factory.mktemp(name) / "run", *sbatch, **options)
+    def begin(name: str, *sbatch: str, **options: Any) -> Job:
+        return start(slurm, tmp_path_factory.mktemp(name) / "run", *sbatch, **options)
 
     return Aside(
-        start("time", "--nodes=1", "--nodelist=n5", "--time=1", slow_s=1.5),
-        start("bug", "--nodes=1", "--nodelist=n5", wrap=["--max-failures=2"], options=["interval=5", "bug=12"]),
-        start(
+        begin("time", "--nodes=1", "--nodelist=n5", "--time=1", slow_s=1.5),
+        begin("bug", "--nodes=1", "--nodelist=n5", wrap=["--max-failures=2"], options=["interval=5", "bug=12"]),
+        begin(
             "poison",
             "--nodes=1",
             "--nodelist=n5",
             wrap=["--max-failures=2", "--fall-back"],
             options=["interval=5", "first_bug=12", "poisoned=10"],
         ),
-        start("crash", "--nodes=2", "--exclude=n[1-5,9-10]", options=["interval=2"], slow_s=1.0),
-        start("cut", "--nodes=1", "--exclude=n[1-8]", options=["interval=2"], slow_s=4.0),
+        begin("crash", "--nodes=2", "--exclude=n[1-5,9-10]", options=["interval=2"], slow_s=1.0),
+        begin("cut", "--nodes=1", "--exclude=n[1-8]", options=["interval=2"], slow_s=4.0),
     )
 
 
@@ -113,7 +113,7 @@ def test_preempted_and_resumed_on_fewer_and_on_more_nodes(
 ) -> None:
     """3 -> 2 -> 4 nodes: a preemption with grace, then `scancel --batch --signal`."""
     blocker = cluster.occupy("n4")
-    job = Job(cluster, tmp_path / "run", "--nodes=2-4", HERE).trains(0)
+    job = start(cluster, tmp_path / "run", "--nodes=2-4", HERE).trains(0)
     second = cluster.occupy("n3")
     job.trains(1)
     cluster.call("scancel", blocker, second)
@@ -128,7 +128,7 @@ def test_preempted_and_resumed_on_fewer_and_on_more_nodes(
 
 def test_preempted_without_grace(cluster: Cluster, tmp_path: Path, reference: list[dict[str, Any]]) -> None:
     """SLURM requeues it by itself, and nobody does so again. torchrun here is not started by srun."""
-    job = Job(
+    job = start(
         cluster,
         tmp_path / "run",
         "--partition=nograce",
@@ -145,7 +145,7 @@ def test_preempted_without_grace(cluster: Cluster, tmp_path: Path, reference: li
 
 
 def test_cancelled_by_its_user_it_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path / "run", "--nodes=1", HERE).trains(0)
+    job = start(cluster, tmp_path / "run", "--nodes=1", HERE).trains(0)
     cluster.call("scancel", job.id)
     job.ends("CANCELLED")
     wait_until("the attempt has ended", lambda: job.of("ended"))
@@ -158,9 +158,42 @@ def test_cancelled_by_its_user_it_stays_cancelled(cluster: Cluster, tmp_path: Pa
 def test_nodes_with_different_numbers_of_gpus(
     cluster: Cluster, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
-    job = Job(cluster, tmp_path / "run", "--nodes=2", HERE, "--gpus=3", launch=TORCHRUN).finishes("COMPLETED")
+    job = start(cluster, tmp_path / "run", "--nodes=2", HERE, "--gpus=3", launch=TORCHRUN).finishes("COMPLETED")
     assert_same_run(job, reference, [3])
     assert job.of("started")[0]["gpus"] == 3
+
+
+SETTINGS = """
+name: chain
+run: {run}
+command: bash {root}/scripts/launch.sh --ranks 1 {program} {run} {steps}
+nodes: 1
+time: "5:00"
+requeue: false
+env_file:
+options: ["--exclude=n[5-10]"]
+"""
+
+
+def test_a_chain_where_requeueing_is_off(cluster: Cluster, tmp_path: Path, reference: list[dict[str, Any]]) -> None:
+    """Submitted by `reshard slurm submit`: the second job goes on, the third has nothing to do."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "slow").write_text("0.2")
+    (tmp_path / "run.yaml").write_text(SETTINGS.format(run=run, root=ROOT, program=PROGRAM, steps=STEPS))
+    words = ["submit", "--config", str(tmp_path / "run.yaml"), "--chain", "3", "--json"]
+    ids = json.loads(cluster.call("reshard", "slurm", *words))["jobs"]
+    cluster.submitted += ids
+    first, second, third = (Job(cluster, run, job_id) for job_id in ids)
+    first.trains(0)
+    cluster.call("scancel", "--signal=USR1", first.id)
+    first.ends("FAILED")
+    assert first.show("ExitCode") == "75:0"
+    second.trains(0).finishes("COMPLETED")
+    third.ends("COMPLETED")
+    assert_same_run(second, reference, [1])
+    assert reasons(second) == [f"SIGUSR1 to task {first.show('BatchHost')}-0", "the command has finished"]
+    assert "nothing is left to do" in third.log
 
 
 def test_a_node_that_dies(aside: Aside, reference: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from faults import REFUSED, in_child
 
 from reshard.errors import CheckpointUnsound, Fenced, StorageError, UsageError
 from reshard.storage import commit
-from reshard.storage.commit import ATTEMPT_FILE, Stage, abandon_later, claim, holder
+from reshard.storage.commit import ATTEMPT_FILE, Stage, abandon_later, claim, commit_file, holder
 from reshard.storage.durable import exchange_durably
 from reshard.storage.retention import Retention, prune
 from reshard.storage.steps import committed_steps, uncommitted
@@ -365,6 +365,80 @@ def test_a_claim_between_fence_and_rename_still_wins(tmp_path, monkeypatch, repl
         stage.commit(replace=replace)
     assert [content(folder.path) for folder in committed_steps(tmp_path)] == ([files_of(30, "old")] if replace else [])
     assert uncommitted(tmp_path) == []
+
+
+def test_a_claim_between_the_fence_of_a_file_and_its_rename_still_wins(tmp_path, monkeypatch):
+    claim(tmp_path, "7.0")
+    commit_file(tmp_path, "DONE", b"old", "7.0")
+    real = Path.rename
+
+    def rename(src, dst):
+        if src.name == ".staging-DONE-7.0":
+            monkeypatch.setattr(Path, "rename", real)
+            claim(tmp_path, "7.1")
+        return real(src, dst)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(Fenced, match=r"expected 7\.0, found 7\.1"):
+        commit_file(tmp_path, "DONE", b"new", "7.0")
+    assert (tmp_path / "DONE").read_bytes() == b"old"
+    with pytest.raises(Fenced):
+        commit_file(tmp_path, "DONE", b"new", "7.0")
+    commit_file(tmp_path, "DONE", b"newer", "7.1")
+    claim(tmp_path, "7.2")
+    assert names(tmp_path) == [ATTEMPT_FILE, "DONE"]
+    assert (tmp_path / "DONE").read_bytes() == b"newer"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("fault", ["kill", "full disk once", "full disk from then on"])
+def test_a_fault_at_every_operation_on_a_file_of_the_run(tmp_path, fault):
+    strike = strike_with_kill if fault == "kill" else strike_with_full_disk
+    for at in range(1, 100):
+        run = tmp_path / str(at)
+        claim(run, "7.0")
+        commit_file(run, "state.json", b"old", "7.0")
+
+        def write(run=run, at=at):
+            Faults(run, at, strike, lasting=fault.endswith("then on"))
+            commit_file(run, "state.json", b"new", "7.0")
+
+        status = in_child(write)
+        assert (run / "state.json").read_bytes() in (b"old", b"new")
+        if status == 0:
+            assert (run / "state.json").read_bytes() == b"new"
+            break
+        assert status == (signal.SIGKILL if fault == "kill" else REFUSED << 8), f"operation {at}"
+        claim(run, "7.1")
+        assert names(run) == [ATTEMPT_FILE, "state.json"]
+    assert 6 < at < 99
+
+
+@pytest.mark.parametrize(
+    ("owner", "late", "refused"),
+    [
+        ("7.1", "7.0", True),
+        ("7.10", "7.9", True),
+        ("7.1.ab12", "7.0.cd34", True),
+        ("7.0", "7.1", False),
+        ("7.1", "7.1", False),
+        ("7.1.ab12", "7.1.cd34", False),
+        # Of two jobs, nobody knows which is the later one.
+        ("7.1", "8.0", False),
+        ("8.0", "7.1", False),
+        ("by-hand", "7.0", False),
+    ],
+)
+def test_an_attempt_that_begins_after_its_successor_cannot_claim(tmp_path, owner, late, refused):
+    """A node that is cut off may start its ranks when the job is elsewhere already."""
+    claim(tmp_path, owner)
+    if refused:
+        with pytest.raises(Fenced, match=f"a later attempt of this job has claimed the run: expected {late}"):
+            claim(tmp_path, late)
+        assert holder(tmp_path) == owner
+    else:
+        claim(tmp_path, late)
+        assert holder(tmp_path) == late
 
 
 def test_claim_takes_a_stage_away_before_it_deletes_the_first_file(tmp_path, monkeypatch):
