@@ -33,6 +33,9 @@ CHECK = "reshard check --deep runs/quickstart/for-8"
 DIFF = "reshard diff runs/quickstart/resumed/checkpoints runs/quickstart/for-8"
 CONVERT = [line for line in COMMAND.findall(README) if line.startswith("reshard convert ")]
 PROVE = next(line for line in COMMAND.findall(README) if line.startswith("reshard prove "))
+RENDER = "reshard slurm render --config slurm/run.yaml"
+# By tests/cluster/test_slurm.py, on a SLURM.
+SUBMIT = "reshard slurm submit --config slurm/run.yaml"
 COMPARE = (
     "reshard compare-traces runs/quickstart/reference/trace.jsonl runs/quickstart/resumed/trace.jsonl --plot loss.png"
 )
@@ -75,6 +78,8 @@ def test_no_command_goes_untested() -> None:
         DIFF,
         COMPARE,
         PROVE,
+        RENDER,
+        SUBMIT,
         *CONVERT,
     }
     assert len(CONVERT) == 3
@@ -132,6 +137,12 @@ def test_rescues_print_what_the_readme_shows(tmp_path: Path, command: str) -> No
     assert settled(printed) == settled(block_after(f"output of: {command}")), printed
     (made,) = tmp_path.iterdir()
     assert main(["check", "--deep", str(made)]) == 0
+
+
+def test_a_batch_script_is_rendered() -> None:
+    result = run(RENDER)
+    assert result.returncode == 0, result.stderr
+    assert "exec reshard slurm wrap --run runs/small -- " in result.stdout
 
 
 def test_batch_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 from slurm_cluster import NODES, PROGRAM, ROOT, STEPS, Cluster, Job, start, wait_until, why_not
+
+README = (ROOT / "README.md").read_text()
 
 pytestmark = [
     pytest.mark.slurm,
@@ -124,6 +127,28 @@ def test_preempted_and_resumed_on_fewer_and_on_more_nodes(
     assert [event["lost_steps"] for event in job.of("ended")] == [0, 0, 0]
     assert job.show("Restarts") == "2"
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == STEPS
+    shown = README.partition("<!-- output of: a preemption on a real SLURM")[2].split("```")[1].strip().splitlines()
+    assert {settled(line) for line in shown} <= {settled(line) for line in job.log.splitlines()}
+
+
+def settled(line: str) -> str:
+    """A line of the log without its times, numbers and nodes."""
+    return re.sub(r"\d+", "#", re.sub(r"n\[[\d-]+\]|n\d+", "n#", line))
+
+
+def test_the_readme_submits_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "slurm", tmp_path / "slurm")
+    command = "reshard slurm submit --config slurm/run.yaml"
+    assert f"    {command}\n" in README
+    # Its GPUs and hours are not to be had here.
+    settings = tmp_path / "slurm" / "run.yaml"
+    settings.write_text(settings.read_text().replace("node: 8 ", "node: 2 ").replace("4:00:00", "0:50:00"))
+    printed = cluster.call("bash", "-c", f"cd '{tmp_path}' && {command}")
+    job = Job(cluster, tmp_path / "runs" / "small", re.search(r"submitted job (\d+) ", printed)[1])
+    cluster.submitted.append(job.id)
+    assert job.show("Requeue") == "1"
+    assert job.show("JobName") == "small"
+    assert job.show("Command") == str(tmp_path / "runs" / "small" / "job.sbatch")
 
 
 def test_preempted_without_grace(cluster: Cluster, tmp_path: Path, reference: list[dict[str, Any]]) -> None:
