@@ -22,6 +22,7 @@ from reshard.storage.steps import committed_steps, step_path, uncommitted
 from reshard.storage.visibility import VISIBILITY_TIMEOUT_S
 from reshard.train.boundary import any_asks
 from reshard.train.capture import Captured, capture, small_state
+from reshard.train.heartbeat import heartbeat
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
 from reshard.train.sampler import ElasticSampler
@@ -163,7 +164,8 @@ class Checkpointer:
             self._ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
             self._supervisor.resumed(self.state.step)
             return None
-        report = load_state(folder, self.state, **options)
+        with heartbeat(self._ranks, f"loading {folder}"):
+            report = load_state(folder, self.state, **options)
         own = step_path(self.directory, report.step)
         is_own, is_as_saved = self._ranks.broadcast((own.resolve() == folder.resolve(), not options))
         self._saved_step = report.step if is_own and is_as_saved else None
@@ -184,7 +186,7 @@ class Checkpointer:
         self.state.step += 1
         samples_before, self._samples = self._samples, self._trained_on()
         self._supervisor.stepped(self.state.step)
-        asked = self._supervisor.asks() is not None or (self.stop is not None and self.stop())
+        asked = self._asked()
         is_over = self.last_step is not None and self.state.step >= self.last_step
         if stop := any_asks(self._ranks, asked, self.state.step, self._samples, samples_before):
             self._ranks.say(f"asked to stop: saving step {self.state.step}")
@@ -195,6 +197,17 @@ class Checkpointer:
         if stop:
             self._mark_stopped()
         return stop or is_over
+
+    def must_stop(self) -> bool:
+        """Whether any rank was asked to stop. A collective.
+
+        For whatever takes longer than there may be time to save, such as an evaluation: where it is true, cut that
+        short and go on to the next ``step``, which saves and ends the run.
+        """
+        return bool(self._ranks.maxima([self._asked()])[0])
+
+    def _asked(self) -> bool:
+        return self._supervisor.asks() is not None or (self.stop is not None and self.stop())
 
     def save(self, metrics: Mapping[str, float | None] | None = None) -> Path:
         """Saves now, unless this step is saved as it is; returns its folder. Then removes the steps that nothing keeps.
@@ -252,9 +265,10 @@ class Checkpointer:
             raise
 
     def _write(self, captured: Captured, ranks: Ranks, began: float) -> None:
-        path = commit_step(
-            self.directory, captured, ranks, replace=True, visibility_timeout_s=self.visibility_timeout_s
-        )
+        with heartbeat(ranks, f"saving step {captured.manifest.step}"):
+            path = commit_step(
+                self.directory, captured, ranks, replace=True, visibility_timeout_s=self.visibility_timeout_s
+            )
         save_s = time.monotonic() - began
         ranks.say(f"saved step {captured.manifest.step} to {path} in {save_s:.1f} s")
         self._supervisor.saved(captured.manifest.step, save_s)

@@ -22,6 +22,7 @@ import reshard
 from reshard.cluster.signals import StopSignal
 from reshard.storage.commit import ATTEMPT_FILE, holder
 from reshard.storage.steps import committed_steps
+from reshard.train import heartbeat
 from reshard.train.checkpointer import STOPPED_FILE, Checkpointer
 from reshard.verify.structure import structure_faults
 
@@ -527,6 +528,8 @@ def test_a_change_of_the_working_directory_does_not_move_the_run(tmp_path: Path)
 
 def slow_file_system(folder: str, delay_s: float) -> Any:
     """B96: rank 0's storage takes longer than the process group lets a collective wait."""
+    log = Log()
+    heartbeat.INTERVAL_S = 1.0
     rank = dist.get_rank()
     dist.destroy_process_group()
     init = f"file://{folder}/rendezvous"
@@ -549,11 +552,39 @@ def slow_file_system(folder: str, delay_s: float) -> Any:
     saved = lab.digest(run)
     slow["rename"] = delay_s
     train(run, checkpointer, 4)
-    return waited, numbers(f"{folder}/run"), run.state.step, bool(saved)
+    return log.about("still"), waited, numbers(f"{folder}/run"), run.state.step, bool(saved)
 
 
 def test_a_slow_file_system_is_waited_for(tmp_path: Path) -> None:
     results = run_ranks(2, slow_file_system, str(tmp_path), 3.5)
-    waited, *outcome = results[0]
+    said, waited, *outcome = results[0]
     assert waited == ["fsync", "rename", "rename"]
-    assert outcome == list(results[1][1:]) == [[4], 4, True]
+    assert outcome == list(results[1][2:]) == [[4], 4, True]
+    assert said[0] == "INFO still saving step 2, after 1 s"
+    assert {line.partition(",")[0] for line in said} == {f"INFO still saving step {step}" for step in (2, 4)}
+    assert results[1][0] == []
+
+
+def stops_an_evaluation(folder: str) -> Any:
+    """B93: the signal reaches one rank, in the middle of something long."""
+    run = lab.build(SETUP)
+    stop = StopSignal()
+    checkpointer = Checkpointer(folder, run.state, interval=100, stop=stop)
+    parts = []
+
+    def on_step(run: lab.Run, loss: float) -> None:
+        for part in range(50):
+            if run.state.step == 2 and part == 7 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if checkpointer.must_stop():
+                break
+            parts.append(part)
+
+    rows = train(run, checkpointer, 10, on_step)
+    return len(rows), numbers(folder), parts
+
+
+def test_an_evaluation_can_be_cut_short(tmp_path: Path) -> None:
+    for steps, saved, parts in run_ranks(2, stops_an_evaluation, str(tmp_path), timeout_s=60):
+        assert (steps, saved) == (3, [3])
+        assert parts == [*range(50), *range(7)]
