@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPES = {"a.weight": [7, 3], "b.weight": [16, 5], "step": []}
 

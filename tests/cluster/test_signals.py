@@ -327,6 +327,7 @@ def test_under_torchrun_a_signal_to_one_worker_stops_and_saves_all_and_the_next_
     assert not (tmp_path / "run/STOPPED").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_hands_a_signal_on_and_the_workers_save(tmp_path: Path) -> None:
     launcher = torchrun(tmp_path, 100_000)
     wait_for_steps(tmp_path, launcher)

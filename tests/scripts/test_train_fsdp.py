@@ -83,6 +83,7 @@ def test_compiled_blocks(tmp_path: Path) -> None:
     assert losses(resumed) == losses(straight)
 
 
+@pytest.mark.slow
 def test_two_nodes_by_hand(tmp_path: Path) -> None:
     """Two launchers with a rank each find one another, as two machines would."""
     with socket.socket() as probe:

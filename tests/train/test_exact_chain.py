@@ -60,6 +60,7 @@ def test_killed_on_4_3_and_6_ranks_and_ended_on_1(tmp_path: Path, options: dict[
     assert state == straight
 
 
+@pytest.mark.slow
 def test_replicas_take_part_in_the_chain(tmp_path: Path) -> None:
     _, straight = chain(tmp_path / "straight", [(3, None)])
     setup = Setup(**{**SETUP, "wrap": "hsdp"})
@@ -68,6 +69,7 @@ def test_replicas_take_part_in_the_chain(tmp_path: Path) -> None:
     assert (resumed_at, state) == (6, straight)
 
 
+@pytest.mark.slow
 def test_the_chain_without_exact_mode_ends_elsewhere(tmp_path: Path) -> None:
     """Else the tests above would prove nothing."""
     _, straight = chain(tmp_path / "straight", [(4, None)], exact=False)
