@@ -162,6 +162,11 @@ def unless_set(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not os.environ.get(name)}
 
 
+def sbatch_variables() -> dict[str, str]:
+    """What sbatch would read: each ``SBATCH_`` variable is one of its options."""
+    return {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
+
+
 def chain_name() -> str | None:
     """``RESHARD_CHAIN``: what the jobs of one dependency chain have in common."""
     return os.environ.get("RESHARD_CHAIN") or None

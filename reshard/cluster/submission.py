@@ -15,7 +15,7 @@ from reshard.cluster import scheduler
 from reshard.cluster.job import duration_s
 from reshard.cluster.render import LOG_FOLDER, render, sbatch_options
 from reshard.cluster.run_config import ALL_GPUS, RunConfig
-from reshard.environment import inherited
+from reshard.environment import sbatch_variables
 from reshard.errors import ReshardError, UsageError
 from reshard.storage.durable import make_folder, write_atomic
 from reshard.storage.run_files import DONE_FILE, lead_time_s, read_state
@@ -98,7 +98,7 @@ def prepare(config: RunConfig, *, chain: int | None = None) -> Submission:
     warn_s = warn_time_s(config)
     script = render(config, warn_s=warn_s)
     require_time_to_save(config, warn_s)
-    variables = inherited({})
+    variables = sbatch_variables()
     require_site_settings(config, variables)
     _require_partition(config, variables)
     overrides = overriding_options(sbatch_options(config, warn_s), variables)

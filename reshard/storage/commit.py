@@ -26,6 +26,7 @@ from reshard.storage.durable import (
     exchange_durably,
     fsync_tree,
     make_folder,
+    read_existing,
     remove_tree,
     rename_durably,
     storage_errors,
@@ -99,11 +100,9 @@ def holder(run_dir: str | os.PathLike[str]) -> str | None:
         StorageError: it cannot be read.
     """
     path = Path(run_dir, ATTEMPT_FILE)
-    with storage_errors("read", path):
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError:
-            return None
+    text = read_existing(path)
+    if text is None:
+        return None
     try:
         attempt = json.loads(text)["attempt"]
     except (ValueError, KeyError, TypeError):

@@ -112,6 +112,19 @@ def write_atomic(path: _Place, data: bytes) -> None:
     _fsync_folder(target.parent)
 
 
+def read_existing(path: _Place) -> bytes | None:
+    """The content of a file; None where there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    with storage_errors("read", path):
+        try:
+            return Path(path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+
 def temporary_target(name: str) -> str | None:
     """The name of the file that the temporary file `name` of `write_atomic` was to become; None for other names."""
     match = _TEMPORARY.fullmatch(name)

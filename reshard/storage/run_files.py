@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from reshard.errors import CheckpointUnsound
 from reshard.storage.commit import check_fence, commit_file
-from reshard.storage.durable import make_folder, storage_errors, write_atomic
+from reshard.storage.durable import make_folder, read_existing, storage_errors, write_atomic
 
 STATE_FILE = "state.json"
 DONE_FILE = "DONE"
@@ -187,29 +187,6 @@ def add_event(run: Path, attempt: str, event: str, **fields: Any) -> None:
             os.close(descriptor)
 
 
-def read_events(run: Path) -> list[dict[str, Any]]:
-    """All events of a run, but lines that a crash cut off.
-
-    Raises:
-        StorageError: they cannot be read.
-    """
-    path = run / EVENTS_FILE
-    events = []
-    with storage_errors("read the events", path):
-        try:
-            lines = path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            events.append(event)
-    return events
-
-
 def clear_attempt(folder: Path) -> None:
     """Takes away what another `wrap` left under the same attempt, in a batch script that has two.
 
@@ -247,11 +224,9 @@ def _text(record: Control | Progress | State) -> bytes:
 
 
 def _read(kind: type[_Record], path: Path) -> _Record | None:
-    with storage_errors("read", path):
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError:
-            return None
+    text = read_existing(path)
+    if text is None:
+        return None
     try:
         fields = json.loads(text)
         known = {field.name for field in dataclasses.fields(kind)}
