@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from reshard.cluster.job import Job
 from reshard.cluster.policy import Decision, History
+from reshard.errors import StorageError
 from reshard.storage.commit import abandon_later, claim, holder
 from reshard.storage.run_files import (
     Progress,
@@ -29,11 +31,13 @@ class Ledger:
         run: the run's folder.
         attempt: its name.
         chain: the dependency chain that its job belongs to.
+        tell: for the words that go into the job's log.
     """
 
-    def __init__(self, run: Path, attempt: str, chain: str | None) -> None:
+    def __init__(self, run: Path, attempt: str, chain: str | None, tell: Callable[[str], None]) -> None:
         self._run = run
         self._attempt = attempt
+        self._tell = tell
         self.state = State("running", "training", attempt, chain)
         self.former = read_state(run)
         self.lost_attempt: str | None = None
@@ -116,8 +120,11 @@ class Ledger:
         write_state(self._run, self.state)
 
     def add(self, event: str, **fields: object) -> None:
-        """Appends an event."""
-        add_event(self._run, self._attempt, event, **fields)
+        """Appends an event. That there is no room for one must not end a run."""
+        try:
+            add_event(self._run, self._attempt, event, **fields)
+        except StorageError as error:
+            self._tell(f"not recorded: {event}: {error}")
 
     def losses(self, progress: Progress | None, until_s: float | None = None) -> dict[str, float | None]:
         """Steps that were trained and not saved, and the time since the last that was: until then, or its last word."""

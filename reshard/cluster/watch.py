@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from reshard.cluster.job import Job
 from reshard.cluster.scheduler import find_job
@@ -26,7 +25,6 @@ from reshard.storage.run_files import (
     ASKED,
     Control,
     Progress,
-    add_event,
     attempt_folder,
     clear_attempt,
     lead_time_s,
@@ -67,6 +65,7 @@ class Watch:
         save_s: the slowest save of earlier attempts.
         poll_s: how often to ask SLURM.
         tell: for the words that go into the job's log.
+        record: for events.
         on_cancel: called at once when the job turns out to be cancelled by its user, as little time is left then.
     """
 
@@ -80,12 +79,14 @@ class Watch:
         save_s: float | None,
         poll_s: float,
         tell: Callable[[str], None],
+        record: Callable[..., None],
         on_cancel: Callable[[], None],
     ) -> None:
         self._run, self._attempt, self._job_id = run, attempt, job_id
         self._folder = attempt_folder(run, attempt)
         self._poll_s = poll_s
         self._tell = tell
+        self._record = record
         self._on_cancel = on_cancel
         self._asked: str | None = None
         self._is_hearsay = False
@@ -98,13 +99,14 @@ class Watch:
         self._control = Control(end_time_s=None if job is None else job.end_time_s, save_s=save_s)
         clear_attempt(self._folder)
         write_control(self._folder, self._control)
+        self._written = self._control
 
     def until_end(self, launch: Launch) -> Watched:
         """Returns when the command has ended.
 
         Raises:
             Fenced: another attempt has claimed the run; the command may be running.
-            StorageError: the run's folder cannot be written.
+            StorageError: the run's folder cannot be read.
         """
         while (status := launch.status) is None:
             time.sleep(_TICK_S)
@@ -127,6 +129,8 @@ class Watch:
         alarm = self._hear_signals() or self._hear_tasks()
         if alarm is not None or now_s - self._polled_at_s >= self._poll_s:
             self._ask_slurm(alarm)
+        if self._control != self._written:
+            self._write_control()
         if now_s - self._fenced_at_s >= _FENCE_INTERVAL_S:
             self._fenced_at_s = now_s
             check_fence(self._run, self._attempt)
@@ -156,9 +160,8 @@ class Watch:
         self._polled_at_s = time.monotonic()
         job = find_job(self._job_id, tries=1 if alarm is None else 2, pause_s=1.0)
         if job is not None and job.restarts == self._restarts:
-            if job.is_running and job.end_time_s != self._control.end_time_s:
+            if job.is_running:
                 self._control = replace(self._control, end_time_s=job.end_time_s)
-                write_control(self._folder, self._control)
             if job.is_ending and not job.hit_time_limit and not self._is_ending:
                 self._is_ending = True
                 self._on_cancel()
@@ -190,9 +193,17 @@ class Watch:
         self._asked = reason
         self._is_hearsay = reason.startswith(_TASK_TERM)
         self._control = replace(self._control, stop=reason)
-        write_control(self._folder, self._control)
-        self._event("asked", reason=reason, signal=alarm)
+        self._record("asked", reason=reason, signal=alarm)
         self._tell(f"{reason}{f' ({alarm})' if alarm and alarm != reason else ''}: asked the run to save and stop")
+
+    def _write_control(self) -> None:
+        """Again at each tick if it does not succeed: a run that is not told to stop is lost."""
+        try:
+            write_control(self._folder, self._control)
+            self._written = self._control
+        except StorageError as error:
+            if self._is_news(str(error)):
+                self._tell(f"cannot reach the run: {error}")
 
     def _hear_progress(self) -> None:
         before = self._progress
@@ -202,13 +213,11 @@ class Watch:
         if now is None or now == before:
             return
         if now.resumed_at is not None and (before is None or before.resumed_at != now.resumed_at):
-            self._event("resumed", step=now.resumed_at, ranks=now.ranks)
-            self._tell(f"training from step {now.resumed_at} on {now.ranks} ranks")
+            self._record("resumed", step=now.resumed_at, ranks=now.ranks)
+            ranks = "1 rank" if now.ranks == 1 else f"{now.ranks} ranks"
+            self._tell(f"training from step {now.resumed_at} on {ranks}")
         if now.saved_step is not None and (before is None or before.saved_step != now.saved_step):
-            self._event("saved", step=now.saved_step, slowest_save_s=_rounded(now.save_s))
-
-    def _event(self, event: str, **fields: Any) -> None:
-        add_event(self._run, self._attempt, event, **fields)
+            self._record("saved", step=now.saved_step, slowest_save_s=_rounded(now.save_s))
 
 
 def _rounded(seconds: float | None) -> float | None:

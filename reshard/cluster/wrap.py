@@ -20,7 +20,7 @@ from reshard.cluster.ledger import Ledger
 from reshard.cluster.policy import EXIT_DONE, EXIT_FAILED, EXIT_REPLACED, Attempt, Decision, Limits, decide
 from reshard.cluster.watch import Watch, Watched
 from reshard.environment import SlurmPlace, chain_name, unless_set
-from reshard.errors import Fenced, ReshardError, UsageError
+from reshard.errors import Fenced, ReshardError, StorageError, UsageError
 from reshard.processes import Launch
 from reshard.storage.commit import claim
 from reshard.storage.run_files import DONE_FILE, attempt_folder, lead_time_s, read_state
@@ -93,7 +93,7 @@ class _Attempt:
         self._name = place.attempt
         self._tell = tell
         claim(terms.run, self._name)
-        self._ledger = Ledger(terms.run, self._name, chain_name())
+        self._ledger = Ledger(terms.run, self._name, chain_name(), tell)
         self._job = scheduler.find_job(place.job_id, tries=_CONTROLLER_TRIES)
         self._watch = Watch(
             terms.run,
@@ -103,7 +103,8 @@ class _Attempt:
             save_s=self._ledger.state.save_s,
             poll_s=terms.poll_s,
             tell=tell,
-            on_cancel=lambda: self._ledger.say("cancelled", "cancelled by its user"),
+            record=self._ledger.add,
+            on_cancel=self._note_cancelled,
         )
 
     def make(self) -> int:
@@ -143,6 +144,12 @@ class _Attempt:
             wishes["MASTER_ADDR"] = hosts[0]
         return {**known, **unless_set(wishes)}
 
+    def _note_cancelled(self) -> None:
+        try:
+            self._ledger.say("cancelled", "cancelled by its user")
+        except StorageError as error:
+            self._tell(f"cannot write what the run is at: {error}")
+
     def _conclude(self, watched: Watched) -> int:
         ledger, progress = self._ledger, watched.progress
         if progress is not None:
@@ -160,7 +167,15 @@ class _Attempt:
             lost_nodes=_lost_nodes(job) if watched.status and watched.asked is None else (),
         )
         decision = decide(attempt, job, ledger.history, self._terms.limits)
-        losses = ledger.ended(decision, watched.status, progress)
+        is_counted = decision.history != ledger.history
+        try:
+            losses = ledger.ended(decision, watched.status, progress)
+        except StorageError as error:
+            self._tell(f"cannot write what the run is at: {error}")
+            # An interruption leaves nothing to remember; a failure that is not counted might be tried for ever.
+            if not decision.requeue or is_counted:
+                return error.exit_code
+            losses = ledger.losses(progress, time.time())
         self._say_ended(decision, losses)
         return self._requeue(job, decision) if decision.requeue else decision.exit_code
 

@@ -335,6 +335,40 @@ def test_what_a_killed_attempt_lost_is_told_by_the_next(slurm: Slurm) -> None:
     assert "attempt 71.0 ended without a word" in log
 
 
+def test_a_run_whose_folder_cannot_be_written_is_told_as_soon_as_it_can(slurm: Slurm) -> None:
+    job = slurm.start()
+    slurm.trains()
+    # Names that are taken by folders stand for a full disk, which root's files would not meet.
+    control = slurm.run / "attempts" / "71.0" / "control.json"
+    for path in (control, slurm.run / "events.jsonl"):
+        path.unlink()
+        path.mkdir()
+    job.send_signal(signal.SIGUSR1)
+    time.sleep(2)
+    assert job.poll() is None
+    control.rmdir()
+    status, log = end(job)
+    assert (status, slurm.requeues) == (75, 1)
+    assert slurm.progress["stopped_at"] == slurm.newest
+    assert log.count("cannot reach the run") == 1
+    assert "not recorded: asked: " in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_a_state_that_cannot_be_written(slurm: Slurm, is_failure: bool) -> None:
+    """A failure that is not counted might be tried for ever; a preemption is nothing to remember."""
+    job = slurm.start("interval=1", "step_s=0.3", *(["bug=8"] if is_failure else []))
+    slurm.trains()
+    (slurm.run / "state.json").unlink()
+    (slurm.run / "state.json").mkdir()
+    if not is_failure:
+        job.send_signal(signal.SIGUSR1)
+    status, log = end(job)
+    assert "cannot write what the run is at: " in log
+    assert (status, slurm.requeues) == ((2, 0) if is_failure else (75, 1))
+
+
 def test_a_command_that_cannot_be_started(slurm: Slurm) -> None:
     status, log = slurm.finish(script="exec reshard slurm wrap --run run -- no-such-program\n")
     assert status == 2
