@@ -21,7 +21,7 @@ def attempt_token() -> str:
     ``RESHARD_ATTEMPT`` if set; under SLURM the job, its restart count and a random part; else a random name. A process
     keeps its name: what it saves by hand is not fenced off by its own Checkpointer.
     """
-    if token := os.environ.get("RESHARD_ATTEMPT"):
+    if (token := os.environ.get("RESHARD_ATTEMPT")) and not is_wrapped_elsewhere():
         return token
     if job := os.environ.get("SLURM_JOB_ID"):
         # The random part, because torchrun restarts workers within one job: with one name, no fence between them.
@@ -43,7 +43,8 @@ class Orders:
         trace: ``RESHARD_TRACE``, the file for the trace.
         steps: ``RESHARD_STEPS``, how many optimizer steps to train in all.
         interval: ``RESHARD_INTERVAL``, steps between saves.
-        attempt_folder: ``RESHARD_ATTEMPT_FOLDER``, where the run and ``reshard slurm wrap`` leave each other messages.
+        attempt_folder: ``RESHARD_ATTEMPT_FOLDER``, where the run and ``reshard slurm wrap`` leave each other messages;
+            not if that is another job's, whose environment came along when this one was submitted from it.
         end_time_s: ``SLURM_JOB_END_TIME``, which recent SLURM sets: when the job will be ended, in Unix time.
     """
 
@@ -70,7 +71,7 @@ class Orders:
             trace,
             _count("RESHARD_STEPS"),
             _count("RESHARD_INTERVAL"),
-            attempt_folder,
+            None if is_wrapped_elsewhere() else attempt_folder,
             int(end_time_s) if end_time_s.isdigit() else None,
         )
 
@@ -82,13 +83,23 @@ class Orders:
         return {f"RESHARD_{name}": "" if value is None else str(value) for name, value in values.items()}
 
 
+def is_wrapped_elsewhere() -> bool:
+    """Whether what ``reshard slurm wrap`` left in the environment is meant for another job, from which this one was
+    submitted: sbatch hands its caller's environment on.
+    """
+    wrapped, job = os.environ.get("RESHARD_ATTEMPT_JOB"), os.environ.get("SLURM_JOB_ID")
+    return bool(wrapped and job and wrapped != job)
+
+
 @dataclass(frozen=True)
 class SlurmPlace:
     """Where in a SLURM job this process runs.
 
     Attributes:
         job_id: of the job, the same after a requeue.
-        restarts: how often it was requeued.
+        address: what SLURM's commands take for this job alone: of a task of a job array, not the job's own number,
+            which may stand for all of them.
+        restarts: how often it was requeued, if the environment is this job's.
         job_name: as given at submission.
         in_task: whether srun started this process, rather than SLURM as the batch script.
         rank, ranks: of the task among those of its step.
@@ -97,6 +108,7 @@ class SlurmPlace:
     """
 
     job_id: str
+    address: str
     restarts: int
     job_name: str
     in_task: bool
@@ -109,11 +121,16 @@ class SlurmPlace:
     @property
     def attempt(self) -> str:
         """The attempt's name, the same for all its processes."""
-        return f"{self.job_id}.{self.restarts}"
+        return f"{self.address}.{self.restarts}"
 
     @classmethod
-    def given(cls) -> SlurmPlace | None:
-        """From this process's environment; None outside of SLURM."""
+    def given(cls, step: str | None = None) -> SlurmPlace | None:
+        """From this process's environment; None outside of SLURM.
+
+        Args:
+            step: ``batch`` or a step's number, if that is known otherwise: a job that was submitted from a step has
+                that step's variables.
+        """
         job_id = os.environ.get("SLURM_JOB_ID")
         if not job_id:
             return None
@@ -128,11 +145,13 @@ class SlurmPlace:
             )
             if (text := os.environ.get(name, "")).isdigit()
         }
-        in_task = os.environ.get("SLURM_STEP_ID", "").isdigit()
+        in_task = (step or os.environ.get("SLURM_STEP_ID", "")).isdigit()
+        array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
         tasks = _expanded(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if in_task else []
         node = numbers.get("node", 0)
         return cls(
             job_id,
+            f"{array}_{task}" if array and task else job_id,
             numbers.pop("restarts", 0),
             os.environ.get("SLURM_JOB_NAME", job_id),
             in_task,
@@ -158,8 +177,8 @@ def _expanded(counts: str) -> list[int]:
 
 
 def unless_set(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of some variables that this process's environment does not have."""
-    return {name: value for name, value in variables.items() if not os.environ.get(name)}
+    """Those of some variables that this process's environment does not have, or has from another job."""
+    return {name: value for name, value in variables.items() if is_wrapped_elsewhere() or not os.environ.get(name)}
 
 
 def sbatch_variables() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -22,6 +23,7 @@ from reshard.errors import UsageError
 from reshard.storage.durable import storage_errors
 
 _MARK = "RESHARD_LAUNCH"
+_JOB = "SLURM_JOB_ID"
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 _LAUNCHERS = (b"torchrun", b"torch.distributed.run", b"torch/distributed/run")
 
@@ -75,6 +77,7 @@ class Launch:
     def __init__(self, command: Sequence[str], log: Path | None, variables: Mapping[str, str]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = f"{_MARK}={uuid.uuid4().hex}".encode()
+        self._job = inherited({}).get(_JOB)
         name, _, value = self._mark.decode().partition("=")
         output = None
         if log is not None:
@@ -163,9 +166,31 @@ class Launch:
         found = {
             pid: parent
             for pid, parent in parents.items()
-            if pid in own or _has_ancestor(pid, own, parents) or self._mark in _environment(pid)
+            if pid in own or _has_ancestor(pid, own, parents) or self._bears_mark(pid)
         }
         return {pid: parent for pid, parent in found.items() if is_running(pid)}
+
+    def _bears_mark(self, pid: int) -> bool:
+        variables = _environment(pid)
+        if self._mark not in variables:
+            return False
+        # A job that the program has submitted has inherited the mark, and is none of ours.
+        jobs = [text for text in variables if text.startswith(f"{_JOB}=".encode())]
+        return self._job is None or not jobs or jobs == [f"{_JOB}={self._job}".encode()]
+
+
+def slurm_step() -> str | None:
+    """``batch``, or the number of the SLURM step that this process is part of, by the name of the slurmstepd above it;
+    None where that is not to be seen, as from within a container.
+    """
+    pid = os.getpid()
+    while pid > 1:
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            if match := re.fullmatch(r"slurmstepd: \[\d+\.(\w+)\]\s*", command):
+                return match[1]
+        pid = _parent(pid)
+    return None
 
 
 def is_running(pid: int) -> bool:

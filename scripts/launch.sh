@@ -50,7 +50,7 @@ if ((nodes > 1)); then
     fi
     [[ -n $head ]] || { echo "launch.sh: --nodes $nodes needs --head HOST, the machine with --node-rank 0" >&2; exit 2; }
     # A port and a name per job and attempt, so that a requeued job does not meet the remains of the last one.
-    [[ $head == *:* ]] || head=$head:$((20000 + ${SLURM_JOB_ID:-0} % 20000))
+    [[ $head == *:* ]] || head=$head:${MASTER_PORT:-$((20000 + (${SLURM_JOB_ID:-0} + 997 * ${SLURM_RESTART_COUNT:-0}) % 20000))}
     rendezvous=(--nnodes="$nodes" --node-rank="$node_rank" --rdzv-backend=c10d --rdzv-endpoint="$head"
         --rdzv-id="${SLURM_JOB_ID:-job}.${SLURM_RESTART_COUNT:-0}")
 else

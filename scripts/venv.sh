@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: makes the virtual environment .venv in the repository and puts it on the PATH.
 #
 #   use_venv EXTRAS     EXTRAS of the package to install, such as plot or test,lint

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.cli.output import print_message
 from reshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from reshard.environment import SlurmPlace
 
 _SIGNALS = ("TERM", "USR1", "USR2", "INT")
 
@@ -57,11 +62,12 @@ def _run(args: argparse.Namespace) -> int:
     from reshard.cluster.task import shield
     from reshard.cluster.wrap import Terms, wrap
     from reshard.environment import Orders, SlurmPlace
+    from reshard.processes import slurm_step
 
-    place = SlurmPlace.given()
+    place = SlurmPlace.given(slurm_step())
     if place is None:
         raise UsageError(
-            "not in a SLURM job", key="SLURM_JOB_ID", hint="put it into a batch script, or see reshard slurm submit"
+            "not in a SLURM job", key="SLURM_JOB_ID", hint="put it into a batch script; reshard slurm submit makes one"
         )
     outer = Orders.given().attempt_folder
     if outer is not None:
@@ -74,10 +80,20 @@ def _run(args: argparse.Namespace) -> int:
         )
     if args.max_failures < 1 or not args.poll_s > 0:
         raise UsageError("not above 0", key="--max-failures, --poll-s", found=f"{args.max_failures}, {args.poll_s:g}")
-    run = Path("runs", place.job_name) if args.folder is None else args.folder
+    if args.folder is not None and not args.folder.name:
+        raise UsageError("not a folder for a run", key="--run", found=str(args.folder), hint="name one of its own")
+    run = args.folder or Path("runs", _default_name(place))
     terms = Terms(run.absolute(), args.command, Limits(args.max_failures, args.fall_back), args.poll_s)
     return wrap(terms, place, _tell)
 
 
+def _default_name(place: SlurmPlace) -> str:
+    """The job's; of a task of a job array, its own."""
+    task = place.address.partition("_")[2]
+    return f"{place.job_name}-{task}" if task else place.job_name
+
+
 def _tell(text: str) -> None:
-    print_message(f"{time.strftime('%Y-%m-%d %H:%M:%S')} reshard: {text}")
+    # A log without room must not end a run that has.
+    with contextlib.suppress(OSError):
+        print_message(f"{time.strftime('%Y-%m-%d %H:%M:%S')} reshard: {text}")

@@ -46,6 +46,9 @@ class Ledger:
 
     def _take_over(self, former: State) -> None:
         self.state = replace(former, state="running", reason="training", attempt=self._attempt, chain=self.state.chain)
+        if former.state in ("failed", "cancelled", "done"):
+            # Whoever starts it again has seen to what was wrong.
+            self.state = replace(self.state, failures=0, fell_back_to=None)
         if former.state == "running" and former.attempt != self._attempt:
             self.lost_attempt = former.attempt
             last = read_progress(attempt_folder(self._run, former.attempt))
@@ -90,7 +93,9 @@ class Ledger:
             step_s=progress.step_s or self.state.step_s,
         )
 
-    def ended(self, decision: Decision, status: int, progress: Progress | None) -> dict[str, float | None]:
+    def ended(
+        self, decision: Decision, status: int, progress: Progress | None, *, requeue: bool
+    ) -> dict[str, float | None]:
         """What was decided, done and written; returns what was lost."""
         if decision.fall_back_to is not None:
             self._set_aside(decision.fall_back_to)
@@ -106,7 +111,7 @@ class Ledger:
             ranks=None if progress is None else progress.ranks,
             committed_step=self.state.committed_step,
             failures=after.failures or None,
-            requeued=decision.requeue,
+            requeue=requeue,
             **losses,
         )
         self.say(decision.state, decision.reason)

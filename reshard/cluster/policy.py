@@ -5,14 +5,17 @@
 | exit 0, and not because it was asked to stop                     | `done`      | no                     |
 | its user cancelled the job                                       | `cancelled` | no                     |
 | SLURM has requeued the job (no grace, a dead node)               | `waiting`   | it is there already    |
-| preempted with grace, a node lost, or asked to stop              | `waiting`   | yes                    |
-| the time limit, with a newer step than before                    | `waiting`   | yes                    |
-| the time limit without one, or a crash: a *failure*              | `waiting`   | yes, up to a limit     |
-| as many failures in a row without a newer step, or a crash       | `failed`    | no, or, if that is     |
-| before any step was saved                                        |             | allowed, a step back   |
+| preempted, or a node lost                                        | `waiting`   | yes                    |
+| asked to stop, or its time up, and it saved a newer step         | `waiting`   | yes                    |
+| it stopped and saved, and nobody had asked (its own `stop=`)     | `waiting`   | no                     |
+| the same without a newer step, or a crash: a *failure*           | `waiting`   | yes, up to a limit     |
+| as many failures in a row without a newer step                   | `failed`    | no, or, if that is     |
+|                                                                  |             | allowed, a step back   |
+| a crash before any step was saved                                | `failed`    | no                     |
 
-Only failures are counted, and a newer step begins the count anew. A job is requeued while it runs and never later: one
-that its user cancels is no longer running, nor is one that SLURM requeues by itself.
+Only failures are counted, and a newer step begins the count anew. Of a command that does not say how far it is, nothing
+is known: it is taken to get on, and a crash ends it. What SLURM ends or has ended is not requeued, but where it is sure
+that this was not its user's wish.
 """
 
 from __future__ import annotations
@@ -20,6 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.cluster.job import Job
+
+# Reasons to stop that SLURM knows.
+PREEMPTED = "preempted"
+TIME_LIMIT = "time limit"
+CANCELLED = "cancelled"
+REQUEUED = "requeued"
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -137,36 +146,65 @@ def decide(attempt: Attempt, job: Job | None, history: History, limits: Limits) 
         return Decision("done", "the command has finished", False, History())
     if job is not None and job.restarts > attempt.restarts:
         return Decision("waiting", "requeued by SLURM", False, kept)
-    if job is not None and job.is_ending and not job.hit_time_limit:
+    if _is_cancelled(attempt, job):
         return Decision("cancelled", "cancelled by its user", False, kept)
     if reason := _interruption(attempt, job):
-        return Decision("waiting", reason, True, kept)
+        return Decision("waiting", reason, _may_go_on(job), kept)
+    if attempt.stopped_at is not None:
+        return Decision("waiting", "it stopped by itself; submit it again to go on", False, kept)
     return _after_failure(attempt, job, history, limits)
+
+
+def _is_cancelled(attempt: Attempt, job: Job | None) -> bool:
+    if job is None:
+        return attempt.asked == CANCELLED
+    if job.state == "CANCELLED":
+        return True
+    # While its processes are being ended, SLURM does not say why, but for these three reasons.
+    others = job.preempt_time_s is not None or job.hit_time_limit or bool(attempt.lost_nodes)
+    return job.state == "COMPLETING" and not others
+
+
+def may_requeue_now(job: Job) -> bool:
+    """Whether a job that is to be requeued still may be: its user may have cancelled it meanwhile."""
+    if not job.is_ending or job.hit_time_limit:
+        return True
+    return job.state in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL") or (
+        job.preempt_time_s is not None and job.state == "COMPLETING" and _may_go_on(job)
+    )
+
+
+def _may_go_on(job: Job | None) -> bool:
+    """Not a job that was cancelled while it had been given grace. One that SLURM has cancelled at once to preempt it is
+    told from that by the time.
+    """
+    if job is None or job.state != "COMPLETING" or job.preempt_time_s is None:
+        return True
+    return job.end_time_s is not None and abs(job.end_time_s - job.preempt_time_s) <= 1
 
 
 def _interruption(attempt: Attempt, job: Job | None) -> str | None:
     """What ended the attempt that is no fault of the run."""
-    if job is not None and job.preempt_time_s is not None:
-        return "preempted"
+    if attempt.asked == PREEMPTED or (job is not None and (job.preempt_time_s is not None or job.state == "PREEMPTED")):
+        return PREEMPTED
+    if job is not None and job.state in ("NODE_FAIL", "BOOT_FAIL"):
+        return f"ended by SLURM: {job.state}"
     if attempt.lost_nodes:
         return f"lost {', '.join(attempt.lost_nodes)}"
-    if attempt.stopped_at is not None:
-        return attempt.asked or "it stopped by itself"
-    if attempt.asked is not None and not attempt.is_hearsay:
-        # A run that never gets as far as a save before its time is up would be started for ever.
-        in_vain = attempt.asked == "time limit" and attempt.reports and not attempt.progressed
-        return None if in_vain else attempt.asked
-    if job is not None and job.hit_time_limit and attempt.progressed:
-        return "time limit"
+    # A run that never gets as far as a save when it is told to, or before its time is up, would be started for ever.
+    got_on = attempt.stopped_at is not None or attempt.progressed or not attempt.reports
+    if attempt.asked is not None and got_on and (attempt.stopped_at is not None or not attempt.is_hearsay):
+        return attempt.asked
+    if job is not None and job.hit_time_limit and got_on:
+        return TIME_LIMIT
     return None
 
 
 def _after_failure(attempt: Attempt, job: Job | None, history: History, limits: Limits) -> Decision:
     what = _failure(attempt, job)
-    if not attempt.reports:
-        return Decision("failed", f"{what}, and does not say how far it was", False, history)
     if attempt.newest is None:
-        return Decision("failed", f"{what} before a step was saved: another attempt would do the same", False, history)
+        why = "before a step was saved" if attempt.reports else "without a word of how far it was"
+        return Decision("failed", f"{what} {why}: another attempt would do the same", False, history)
     after = History(1) if attempt.progressed else History(history.failures + 1, history.fell_back_to)
     reason = f"{what} at step {attempt.newest}"
     if after.failures > 1:
@@ -184,8 +222,10 @@ def _earlier(steps: tuple[int, ...], fell_back_to: int | None) -> int | None:
 
 
 def _failure(attempt: Attempt, job: Job | None) -> str:
-    if attempt.asked == "time limit" or (job is not None and job.hit_time_limit):
+    if attempt.asked == TIME_LIMIT or (job is not None and job.hit_time_limit):
         return "out of time"
+    if job is not None and job.is_ending and job.state != "COMPLETING":
+        return f"ended by SLURM: {job.state}"
     if attempt.status < 0:
         return f"ended by signal {-attempt.status}"
     return f"exit status {attempt.status}"

@@ -33,7 +33,8 @@ def render(config: RunConfig, *, warn_s: int) -> str:
     lines += config.setup
     if config.launcher == "torchrun" and config.gpus_per_node == ALL_GPUS:
         lines += ["# Without a total, the step of an exclusive job would get no GPUs.", _COUNT_GPUS]
-    lines += ["set -u", f"exec {_outer(config)} --{_CONTINUED}{_inner(config)}"]
+    # A warning that comes while `wrap` is being started would end the script; of the time it knows by itself.
+    lines += ["set -u", "trap '' USR1", f"exec {_outer(config)} --{_CONTINUED}{_inner(config)}"]
     return "\n".join(lines) + "\n"
 
 

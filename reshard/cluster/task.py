@@ -19,7 +19,7 @@ from reshard.environment import SlurmPlace
 from reshard.errors import ReshardError
 from reshard.processes import Launch
 from reshard.storage.durable import write_atomic
-from reshard.storage.run_files import ASKED
+from reshard.storage.run_files import ASKED, read_control
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _TICK_S = 0.2
@@ -46,18 +46,27 @@ def shield(
     # One for each: of several signals all are to be seen.
     signals = [StopSignal([number]) for number in ASKING]
     variables = place.torch_variables() if with_ranks else {}
-    told = False
+    told = forwarded = False
     with Launch(command, None, variables) as launch:
         while launch.status is None:
             time.sleep(_TICK_S)
-            if told or not (received := [asked.received for asked in signals if asked.received]):
-                continue
-            told = True
-            with contextlib.suppress(ReshardError):
-                write_atomic(folder / f"{ASKED}{socket.gethostname()}-{place.rank}", received[0].encode())
-            if forward is not None:
+            received = next((asked.received for asked in signals if asked.received), None)
+            if received is not None and not told:
+                told = True
+                with contextlib.suppress(ReshardError):
+                    write_atomic(folder / f"{ASKED}{socket.gethostname()}-{place.rank}", received.encode())
+            # The batch script may know what no signal has told this task.
+            if forward is not None and not forwarded and (told or _must_stop(folder)):
+                forwarded = True
                 launch.signal_workers(forward)
         return shell_status(launch.status)
+
+
+def _must_stop(folder: Path) -> bool:
+    with contextlib.suppress(ReshardError):
+        control = read_control(folder)
+        return control is not None and control.stop is not None
+    return False
 
 
 def shell_status(status: int) -> int:

@@ -11,13 +11,24 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.cluster import scheduler
 from reshard.cluster.job import Job
 from reshard.cluster.ledger import Ledger
-from reshard.cluster.policy import EXIT_DONE, EXIT_FAILED, EXIT_REPLACED, Attempt, Decision, Limits, decide
+from reshard.cluster.policy import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REPLACED,
+    Attempt,
+    Decision,
+    Limits,
+    decide,
+    may_requeue_now,
+)
+from reshard.cluster.signals import StopSignal
+from reshard.cluster.task import ASKING
 from reshard.cluster.watch import Watch, Watched
 from reshard.environment import SlurmPlace, chain_name, unless_set
 from reshard.errors import Fenced, ReshardError, StorageError, UsageError
@@ -25,9 +36,9 @@ from reshard.processes import Launch
 from reshard.storage.commit import claim
 from reshard.storage.run_files import DONE_FILE, attempt_folder, lead_time_s, read_state
 
-_CONTROLLER_TRIES = 5
-_REQUEUE_TRIES = 3
+_FIRST_TRIES, _LAST_TRIES = 2, 5
 _PAUSE_S = 2.0
+_REQUEUE_POLLS = 20
 _TICK_S = 0.2
 _NEWS_OF_NODES_S = 20.0
 _LAST_RESORT_S = 120.0
@@ -65,10 +76,12 @@ def wrap(terms: Terms, place: SlurmPlace, tell: Callable[[str], None]) -> int:
     Raises:
         ReshardError: the run's folder cannot be used, or the command not be started.
     """
+    # One for each, as of several all are to be heard; and before anything that takes time.
+    signals = {number: StopSignal([number]) for number in ASKING}
     try:
         if (code := _is_over(terms.run, tell)) is not None:
             return code
-        return _Attempt(terms, place, tell).make()
+        return _Attempt(terms, place, tell, signals).make()
     except Fenced as error:
         tell(f"another attempt has taken over: {error}")
         return EXIT_REPLACED
@@ -87,19 +100,29 @@ def _is_over(run: Path, tell: Callable[[str], None]) -> int | None:
 
 
 class _Attempt:
-    def __init__(self, terms: Terms, place: SlurmPlace, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        place: SlurmPlace,
+        tell: Callable[[str], None],
+        signals: Mapping[signal.Signals, StopSignal],
+    ) -> None:
         self._terms = terms
+        self._tell = tell
+        self._job = scheduler.find_job(place.address, tries=_FIRST_TRIES)
+        if self._job is not None:
+            # The environment may have another job's count, from which this one was submitted.
+            place = replace(place, restarts=self._job.restarts)
         self._place = place
         self._name = place.attempt
-        self._tell = tell
         claim(terms.run, self._name)
         self._ledger = Ledger(terms.run, self._name, chain_name(), tell)
-        self._job = scheduler.find_job(place.job_id, tries=_CONTROLLER_TRIES)
         self._watch = Watch(
             terms.run,
             self._name,
-            place.job_id,
+            place.address,
             self._job,
+            signals,
             save_s=self._ledger.state.save_s,
             poll_s=terms.poll_s,
             tell=tell,
@@ -110,7 +133,7 @@ class _Attempt:
     def make(self) -> int:
         """The batch script's exit code."""
         self._say_started()
-        self._ledger.started(self._place.job_id, self._job)
+        self._ledger.started(self._place.address, self._job)
         try:
             launched = Launch(self._terms.command, None, self._variables())
         except UsageError as error:
@@ -124,12 +147,19 @@ class _Attempt:
                 launch.send(signal.SIGTERM)
                 _wait_for_end(launch, _TERMINATION_S)
                 raise
-        return self._conclude(watched)
+            code = self._conclude(watched)
+            # One that did not end in time may yet save something before it is killed.
+            _wait_for_end(launch, _TERMINATION_S)
+            return code
 
     def _variables(self) -> dict[str, str]:
         """For the command: where the attempt's messages are, and what launchers can use."""
         folder = attempt_folder(self._terms.run, self._name)
-        known = {"RESHARD_ATTEMPT": self._name, "RESHARD_ATTEMPT_FOLDER": str(folder)}
+        known = {
+            "RESHARD_ATTEMPT": self._name,
+            "RESHARD_ATTEMPT_FOLDER": str(folder),
+            "RESHARD_ATTEMPT_JOB": self._place.job_id,
+        }
         state = self._ledger.state
         lead_s = lead_time_s(state.save_s, state.step_s) if state.save_s else _LAST_RESORT_S
         # torchrun takes its options from PET_ variables; releases that do not have one of them do not read it.
@@ -154,7 +184,11 @@ class _Attempt:
         ledger, progress = self._ledger, watched.progress
         if progress is not None:
             ledger.learn(progress)
-        job = scheduler.find_job(self._place.job_id, tries=_CONTROLLER_TRIES)
+        job = scheduler.find_job(self._place.address, tries=_LAST_TRIES)
+        lost_nodes = _lost_nodes(job) if watched.status and watched.asked is None else ()
+        if job is not None and job.is_running and job.node_count > 1:
+            # Time has passed, in which its user may have cancelled it.
+            job = scheduler.find_job(self._place.address, tries=_LAST_TRIES)
         attempt = Attempt(
             self._place.restarts,
             watched.status,
@@ -164,67 +198,80 @@ class _Attempt:
             stopped_at=progress.stopped_at if progress else None,
             best_step=ledger.state.best_step,
             steps=ledger.steps(),
-            lost_nodes=_lost_nodes(job) if watched.status and watched.asked is None else (),
+            lost_nodes=lost_nodes,
         )
         decision = decide(attempt, job, ledger.history, self._terms.limits)
         is_counted = decision.history != ledger.history
+        may_requeue = job is None or job.may_requeue
         try:
-            losses = ledger.ended(decision, watched.status, progress)
+            losses = ledger.ended(decision, watched.status, progress, requeue=decision.requeue and may_requeue)
         except StorageError as error:
             self._tell(f"cannot write what the run is at: {error}")
             # An interruption leaves nothing to remember; a failure that is not counted might be tried for ever.
             if not decision.requeue or is_counted:
                 return error.exit_code
             losses = ledger.losses(progress, time.time())
-        self._say_ended(decision, losses)
-        return self._requeue(job, decision) if decision.requeue else decision.exit_code
-
-    def _requeue(self, job: Job | None, decision: Decision) -> int:
-        if job is not None and not job.may_requeue:
-            how = "the next job of the chain goes on" if self._ledger.state.chain else "submit it again to go on"
+        self._say_ended(decision, losses, requeue=decision.requeue and may_requeue)
+        if decision.requeue and may_requeue:
+            self._requeue()
+        elif decision.requeue:
+            how = "the next job of the chain goes on" if ledger.state.chain else "submit it again to go on"
             self._tell(f"SLURM may not requeue this job (Requeue=0): {how}")
-            return decision.exit_code
-        for turn in range(_REQUEUE_TRIES):
-            try:
-                scheduler.requeue(self._place.job_id)
-                self._watch.until_terminated(_TERMINATION_S)
-                return decision.exit_code
-            except ReshardError as error:
-                self._tell(f"cannot requeue: {error}")
-                job = scheduler.find_job(self._place.job_id)
-                if job is not None and job.restarts > self._place.restarts:
-                    return decision.exit_code
-                if turn + 1 < _REQUEUE_TRIES:
-                    time.sleep(_PAUSE_S)
-        self._tell("the run is saved; submit the job again to go on")
         return decision.exit_code
+
+    def _requeue(self) -> None:
+        """While SLURM does not answer, again: the job has its nodes, and somebody may wait for the run for days."""
+        until_s = time.monotonic() + _REQUEUE_POLLS * self._terms.poll_s
+        said = None
+        while True:
+            try:
+                job = scheduler.show_job(self._place.address)
+                if job.restarts > self._place.restarts:
+                    return
+                if not may_requeue_now(job):
+                    self._note_cancelled()
+                    self._tell("cancelled by its user meanwhile: not requeued")
+                    return
+                scheduler.requeue(self._place.address)
+                self._watch.until_terminated(_TERMINATION_S)
+                return
+            except ReshardError as error:
+                if str(error) != said:
+                    said = str(error)
+                    self._tell(f"cannot requeue, trying again: {error}")
+                if time.monotonic() > until_s:
+                    break
+                time.sleep(_PAUSE_S)
+        self._tell("not requeued; what is saved is safe: submit the job again to go on")
 
     def _say_started(self) -> None:
         if self._ledger.lost_attempt is not None:
-            self._tell(f"attempt {self._ledger.lost_attempt} ended without a word: killed, or its node is dead")
+            lost = self._ledger.lost_attempt
+            self._tell(f"attempt {lost} ended without a word: killed, replaced, or its node is dead")
         where, job = "", self._job
         if job is not None:
             where = f" on {job.nodes}" + (f" with {job.gpus} GPUs" if job.gpus else "")
         newest = self._ledger.state.committed_step
         self._tell(f"attempt {self._name}{where}, " + ("from scratch" if newest is None else f"after step {newest}"))
 
-    def _say_ended(self, decision: Decision, losses: Mapping[str, float | None]) -> None:
+    def _say_ended(self, decision: Decision, losses: Mapping[str, float | None], *, requeue: bool) -> None:
         what = {"done": "done", "failed": "FAILED", "cancelled": "cancelled", "waiting": "to be continued"}
         newest = self._ledger.state.committed_step
         parts = [f"{what[decision.state]}: {decision.reason}"]
         parts.append("no step saved" if newest is None else f"newest step {newest}")
         if losses["lost_steps"]:
             parts.append(f"{losses['lost_steps']} steps ({losses['lost_s']:.0f} s) lost")
-        if decision.requeue:
+        if requeue:
             parts.append("requeueing")
         self._tell(", ".join(parts))
 
 
 def _lost_nodes(job: Job | None) -> tuple[str, ...]:
     """The command's end may be the first sign of a node's, so SLURM is given time to notice."""
-    if job is None or not job.is_running or job.node_count < 2:
+    if job is None or job.node_count < 2:
         return ()
-    until_s = time.monotonic() + _NEWS_OF_NODES_S
+    # Of a job that SLURM is ending it knows already, and little time is left.
+    until_s = time.monotonic() + (_NEWS_OF_NODES_S if job.is_running else 0.0)
     while True:
         try:
             if lost := scheduler.lost_nodes(job.nodes):

@@ -49,7 +49,7 @@ ATTEMPT_FILE = "ATTEMPT"
 # It becomes a part of file names, whose length file systems limit to 255 bytes.
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # As `reshard.environment` names the attempts of a SLURM job.
-_JOB_AND_RESTARTS = re.compile(r"([0-9]+)\.([0-9]+)(?:\.|$)")
+_JOB_AND_RESTARTS = re.compile(r"([0-9]+(?:_[0-9]+)?)\.([0-9]+)(?:\.|$)")
 _REPLACED_STEP = re.compile(re.escape(REPLACED) + r"(step-[0-9]+)-.+")
 
 

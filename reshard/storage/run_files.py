@@ -201,6 +201,7 @@ def clear_attempt(folder: Path) -> None:
 
 def write_control(folder: Path, control: Control) -> None:
     """Raises StorageError where the file system refuses."""
+    make_folder(folder)
     write_atomic(folder / CONTROL_FILE, _text(control))
 
 
@@ -230,7 +231,10 @@ def _read(kind: type[_Record], path: Path) -> _Record | None:
     try:
         fields = json.loads(text)
         known = {field.name for field in dataclasses.fields(kind)}
-        return kind(**{name: value for name, value in fields.items() if name in known})
+        record = kind(**{name: value for name, value in fields.items() if name in known})
+        if isinstance(record, State) and not isinstance(record.attempt, str):
+            raise TypeError("attempt")
+        return record
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointUnsound(
             "not a file of reshard's", path=path, found=repr(text[:80]), hint="delete it to begin anew"

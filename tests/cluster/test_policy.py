@@ -50,7 +50,18 @@ HEARSAY = dataclasses.replace(UNSAVED, asked="SIGTERM to task n2-1", is_hearsay=
         (CRASHED, REQUEUED, "waiting", False),
         (STOPPED, ENDING, "cancelled", False),
         (CRASHED, ENDING, "cancelled", False),
-        (STOPPED, dataclasses.replace(ENDING, preempt_time_s=1000.0), "cancelled", False),
+        # Cancelled during the grace of a preemption, or killed at the end of it where preemption cancels: not revived.
+        (STOPPED, dataclasses.replace(ENDING, preempt_time_s=1000.0), "waiting", False),
+        # Cancelled by SLURM itself, to preempt it, and at once.
+        (STOPPED, dataclasses.replace(ENDING, preempt_time_s=2000.0), "waiting", True),
+        (CRASHED, dataclasses.replace(ENDING, state="PREEMPTED"), "waiting", True),
+        (CRASHED, dataclasses.replace(ENDING, state="NODE_FAIL"), "waiting", True),
+        (dataclasses.replace(CRASHED, lost_nodes=("n2",)), ENDING, "waiting", True),
+        (CRASHED, dataclasses.replace(ENDING, state="CANCELLED"), "cancelled", False),
+        (dataclasses.replace(UNSAVED, status=-9), dataclasses.replace(ENDING, state="OUT_OF_MEMORY"), "failed", False),
+        (dataclasses.replace(STOPPED, asked="cancelled"), None, "cancelled", False),
+        # By a stop= of its own that nobody asked: it would stop again at once.
+        (dataclasses.replace(STOPPED, asked=None), RUNNING, "waiting", False),
         # Killed in the middle of a save, by a preemption or with a node.
         (STUCK, PREEMPTED, "waiting", True),
         (dataclasses.replace(STUCK, lost_nodes=("n2",)), RUNNING, "waiting", True),
@@ -61,6 +72,7 @@ HEARSAY = dataclasses.replace(UNSAVED, asked="SIGTERM to task n2-1", is_hearsay=
         (CRASHED, OUT_OF_TIME, "waiting", True),
         (UNSAVED, OUT_OF_TIME, "failed", False),
         (dataclasses.replace(UNSAVED, asked="time limit"), RUNNING, "failed", False),
+        (dataclasses.replace(UNSAVED, asked="SIGUSR1 to the batch script"), RUNNING, "failed", False),
         # Crashes.
         (UNSAVED, RUNNING, "failed", False),
         (HEARSAY, RUNNING, "failed", False),
@@ -141,7 +153,7 @@ def test_no_end_is_without_a_decision_that_ends() -> None:
         dataclasses.replace(STUCK, status=status, asked=asked, is_hearsay=asked is not None)
         for status, asked in itertools.product((1, -9, 137), (None, "SIGTERM to task n1-0"))
     ]
-    stuck.append(dataclasses.replace(STUCK, asked="time limit"))
+    stuck += [dataclasses.replace(STUCK, asked=asked) for asked in ("time limit", "SIGUSR1 to the batch script")]
     for attempt, job in itertools.product(stuck, (RUNNING, None)):
         history = History()
         for _ in range(3):

@@ -67,6 +67,7 @@ def test_the_whole_of_a_plain_one() -> None:
         "#SBATCH --requeue\n"
         "set -eo pipefail\n"
         "set -u\n"
+        "trap '' USR1\n"
         "exec reshard slurm wrap --run runs/small -- \\\n"
         '    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\\n'
         '    ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \\\n'

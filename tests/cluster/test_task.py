@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from slurm_cluster import wait_until
 
 from reshard.environment import SlurmPlace
+from reshard.storage.run_files import Control, write_control
 
 # Says which signals reached it.
 COMMAND = """
@@ -85,6 +87,15 @@ def test_a_signal_is_forwarded_where_that_is_asked_for(tmp_path: Path) -> None:
     assert task.stop()[1]["signals"] == ["SIGINT"]
 
 
+def test_what_only_the_batch_script_knows_is_forwarded_too(tmp_path: Path) -> None:
+    write_control(tmp_path, Control())
+    task = Task(tmp_path, "--forward=INT")
+    write_control(tmp_path, Control(stop="preempted"))
+    time.sleep(1)
+    assert task.stop()[1]["signals"] == ["SIGINT"]
+    assert task.asked() == []
+
+
 def test_the_exit_status_is_the_command_s(tmp_path: Path) -> None:
     assert Task(tmp_path, status=7).stop()[0] == 7
 
@@ -109,8 +120,11 @@ def test_where_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place(monkeypatch) is None
     # The batch script has a SLURM_PROCID, too.
     batch = place(monkeypatch, SLURM_JOB_ID="8", SLURM_PROCID="0", SLURM_JOB_NAME="big", SLURM_RESTART_COUNT="2")
-    assert batch == SlurmPlace("8", 2, "big", in_task=False)
+    assert batch == SlurmPlace("8", "8", 2, "big", in_task=False)
     assert batch.attempt == "8.2"
+    array = place(monkeypatch, SLURM_JOB_ID="9", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    assert array is not None and array.attempt == "7_2.0"
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
     last = {**TASK, "SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURM_PROCID": "6"}
     task = place(monkeypatch, **last)
-    assert task == SlurmPlace("71", 0, "71", True, rank=6, ranks=7, local_rank=0, local_ranks=1, node=3)
+    assert task == SlurmPlace("71", "71", 0, "71", True, rank=6, ranks=7, local_rank=0, local_ranks=1, node=3)

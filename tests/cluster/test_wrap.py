@@ -298,9 +298,116 @@ def test_without_an_answer_from_slurm_it_trains_and_says_what_to_do(slurm: Slurm
     job.send_signal(signal.SIGUSR1)
     status, log = end(job)
     assert status == 75
-    assert "cannot requeue: scontrol requeue 71: SLURM refused: found Unable to contact slurm controller" in log
-    assert "the run is saved; submit the job again to go on" in log
+    assert log.count("cannot requeue, trying again: ") == 1
+    assert "SLURM refused: found Unable to contact slurm controller" in log
+    assert "not requeued; what is saved is safe: submit the job again to go on" in log
     assert slurm.state["committed_step"] == slurm.newest
+
+
+def test_a_controller_that_comes_back_is_waited_for(slurm: Slurm) -> None:
+    job = slurm.start(wrap="--poll-s=2")
+    slurm.trains()
+    (slurm.folder / "down").touch()
+    job.send_signal(signal.SIGUSR1)
+    wait_until("it wants to requeue", lambda: slurm.state["state"] == "waiting", 60)
+    assert slurm.progress["stopped_at"] is not None
+    (slurm.folder / "down").unlink()
+    assert (end(job)[0], slurm.requeues) == (75, 1)
+
+
+def test_a_job_that_is_cancelled_before_it_can_be_requeued_stays_so(slurm: Slurm) -> None:
+    job = slurm.start(wrap="--poll-s=2")
+    slurm.trains()
+    (slurm.folder / "down").touch()
+    job.send_signal(signal.SIGUSR1)
+    wait_until("it wants to requeue", lambda: slurm.state["state"] == "waiting", 60)
+    slurm.job(state="COMPLETING")
+    (slurm.folder / "down").unlink()
+    _, log = end(job)
+    assert slurm.requeues == 0
+    assert "cancelled by its user meanwhile: not requeued" in log
+    assert slurm.state["state"] == "cancelled"
+
+
+def test_a_command_that_does_not_end_in_time_is_not_waited_for(slurm: Slurm) -> None:
+    """KillWait ends the batch script as well, and then nobody would requeue the job."""
+    job = slurm.start(script="exec reshard slurm wrap --run run --poll-s=0.5 -- sleep 100.5\n")
+    wait_until("it runs", lambda: slurm.state is not None)
+    slurm.job(state="COMPLETING", reason="TimeLimit")
+    job.send_signal(signal.SIGTERM)
+    wait_until("requeued", lambda: slurm.requeues, 15)
+    assert slurm.state["state"] == "waiting"
+    subprocess.run(["pkill", "-KILL", "-f", "^sleep 100.5$"], check=True)
+    end(job)
+
+
+def test_a_crash_before_the_run_says_a_word_is_a_failure_like_others(slurm: Slurm) -> None:
+    """A rendezvous that fails, say, of a run that had got on before."""
+    assert slurm.finish("interval=2", "bug=5")[0] == 75
+    script = "exec reshard slurm wrap --run run -- false\n"
+    for restarts, status in ((1, 75), (2, 1)):
+        slurm.job(restarts=restarts)
+        assert slurm.finish(script=script, restarts=restarts)[0] == status
+    assert slurm.state["reason"] == "exit status 1, 3 times in a row without a newer step than 4"
+    # Who submits it again has seen to it.
+    slurm.job()
+    assert slurm.finish(script=script, SLURM_JOB_ID="72")[0] == 75
+    assert slurm.state["failures"] == 1
+
+
+def test_the_environment_of_the_job_that_submitted_this_one_is_not_taken_for_its_own(slurm: Slurm) -> None:
+    parent = slurm.folder / "parent"
+    parent.mkdir()
+    trainer = f"'{sys.executable}' '{PROGRAM}' checkpoints 3"
+    (slurm.folder / "train.sh").write_text(f"env > seen; {trainer}\n")
+    leaked = {
+        "RESHARD_ATTEMPT": "70.2",
+        "RESHARD_ATTEMPT_FOLDER": str(parent),
+        "RESHARD_ATTEMPT_JOB": "70",
+        "MASTER_ADDR": "elsewhere",
+    }
+    script = "exec reshard slurm wrap --run run -- bash train.sh\n"
+    assert slurm.finish(script=script, restarts=2, **leaked)[0] == 0
+    assert list(parent.iterdir()) == []
+    assert slurm.state["attempt"] == "71.0"
+    seen = dict(line.split("=", 1) for line in (slurm.folder / "seen").read_text().splitlines() if "=" in line)
+    assert (seen["RESHARD_ATTEMPT"], seen["RESHARD_ATTEMPT_JOB"], seen["MASTER_ADDR"]) == ("71.0", "71", "n1")
+    # And one that is not wrapped itself does not report to its parent.
+    environment = {**os.environ, **leaked, "SLURM_JOB_ID": "72"}
+    subprocess.run([sys.executable, PROGRAM, slurm.folder / "other", "3"], env=environment, check=True)
+    assert list(parent.iterdir()) == []
+
+
+def test_jobs_that_the_run_submits_outlive_it(slurm: Slurm) -> None:
+    (slurm.folder / "command.sh").write_text("setsid env SLURM_JOB_ID=99 sleep 20.5 &\nsetsid sleep 21.5 &\n")
+    script = "exec reshard slurm wrap --run run -- bash command.sh 2> log\n"
+    assert slurm.finish(script=script)[0] == 0
+    left = subprocess.run(["pgrep", "-f", "^sleep 2[01].5$", "-a"], capture_output=True, text=True).stdout
+    subprocess.run(["pkill", "-f", "^sleep 20.5$"], check=True)
+    assert "sleep 20.5" in left and "sleep 21.5" not in left
+
+
+def test_a_task_of_an_array_is_requeued_alone(slurm: Slurm) -> None:
+    script = f"exec reshard slurm wrap --poll-s=0.5 -- '{sys.executable}' '{PROGRAM}' checkpoints 1000\n"
+    job = slurm.start(script=script, SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID="1")
+    wait_until("it trains", (slurm.folder / "runs/run-1/attempts/70_1.0/progress.json").exists)
+    slurm.job(preempt_time=int(time.time()))
+    assert end(job)[0] == 75
+    assert [call for call in slurm.calls if call.startswith("requeue")] == ["requeue 70_1"]
+
+
+def test_neither_a_full_log_nor_an_unreadable_claim_ends_the_run(slurm: Slurm) -> None:
+    command = f"'{sys.executable}' '{PROGRAM}' '{slurm.steps}' 160"
+    job = slurm.start(script=f"exec reshard slurm wrap --run run -- {command} 2> /dev/full\n")
+    slurm.trains()
+    # As a network file system that does not answer for a while.
+    (slurm.run / "ATTEMPT").rename(slurm.run / "away")
+    (slurm.run / "ATTEMPT").mkdir()
+    time.sleep(6)
+    assert job.poll() is None
+    (slurm.run / "ATTEMPT").rmdir()
+    (slurm.run / "away").rename(slurm.run / "ATTEMPT")
+    assert end(job)[0] == 0
 
 
 def test_an_attempt_that_was_replaced_does_and_says_nothing_more(slurm: Slurm) -> None:
@@ -388,6 +495,7 @@ def test_a_run_of_another_job_goes_on_where_it_was_left(slurm: Slurm) -> None:
     [
         ("reshard slurm wrap -- true", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID: not in a SLURM job"),
         ("reshard slurm wrap -- true", {"SLURM_STEP_ID": "0"}, "a task without a wrapped batch script"),
+        ("reshard slurm wrap --run '' -- true", {}, "--run: not a folder for a run"),
         ("reshard slurm wrap --max-failures 0 -- true", {}, "--max-failures"),
         ("reshard slurm wrap --poll-s 0 -- true", {}, "--poll-s"),
     ],
