@@ -255,7 +255,7 @@ class _Attempt:
         self._tell(f"attempt {self._name}{where}, " + ("from scratch" if newest is None else f"after step {newest}"))
 
     def _say_ended(self, decision: Decision, losses: Mapping[str, float | None], *, requeue: bool) -> None:
-        what = {"done": "done", "failed": "FAILED", "cancelled": "cancelled", "waiting": "to be continued"}
+        what = {"done": "done", "failed": "FAILED", "cancelled": "stopped", "waiting": "to be continued"}
         newest = self._ledger.state.committed_step
         parts = [f"{what[decision.state]}: {decision.reason}"]
         parts.append("no step saved" if newest is None else f"newest step {newest}")
