@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.train.norm import clip_grad_norm_
     from reshard.train.resume.load import load_state
     from reshard.train.resume.report import LoadReport
+    from reshard.train.rewarmup import Rewarmup
     from reshard.train.sampler import ElasticSampler
     from reshard.train.save import save_state
     from reshard.train.state import TrainState
@@ -41,6 +42,7 @@ _HOMES = {
     "Checkpointer": "reshard.train.checkpointer",
     "ElasticSampler": "reshard.train.sampler",
     "LoadReport": "reshard.train.resume.report",
+    "Rewarmup": "reshard.train.rewarmup",
     "SeededDataset": "reshard.train.streams",
     "SlotStreams": "reshard.train.streams",
     "StepResult": "reshard.train.accumulate",
@@ -66,6 +68,7 @@ __all__ = [
     "ElasticSampler",
     "LoadReport",
     "ReshardError",
+    "Rewarmup",
     "SeededDataset",
     "SlotStreams",
     "StepResult",

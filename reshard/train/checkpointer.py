@@ -8,28 +8,29 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from reshard.dcp.background import Background
 from reshard.dcp.ranks import Ranks, all_ranks
 from reshard.environment import Orders, attempt_token
-from reshard.errors import CheckpointNotFound, CheckpointUnsound, ReshardError, StorageError, UsageError
+from reshard.errors import ReshardError, StorageError, UsageError
 from reshard.formats import manifest
 from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
 from reshard.storage.retention import Best, Retention, pin, plan_retention, record_resumed, remove, unpin
-from reshard.storage.steps import committed_steps, step_path, uncommitted
+from reshard.storage.steps import committed_steps, step_path
 from reshard.storage.visibility import VISIBILITY_TIMEOUT_S
 from reshard.train.boundary import any_asks
 from reshard.train.capture import Captured, capture, small_state
 from reshard.train.heartbeat import heartbeat
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
+from reshard.train.resume.step_choice import faults_of, named_step, newest_sound
+from reshard.train.rewarmup import Rewarmup, with_lost_optimizer
 from reshard.train.sampler import ElasticSampler
 from reshard.train.save import commit_step
-from reshard.train.state import TrainState
+from reshard.train.state import OPTIMIZER, TrainState
 from reshard.train.supervisor import Supervisor
-from reshard.verify.structure import structure_faults
 
 STOPPED_FILE = "STOPPED"
 
@@ -136,26 +137,38 @@ class Checkpointer:
         heard = orders if self._ranks.rank == 0 else Orders()
         self._supervisor = Supervisor(heard, self.directory, self._ranks.size)
 
-    def resume(self, step: int | str | Path | None = None, **options: Any) -> LoadReport | None:
+    def resume(
+        self,
+        step: int | str | Path | None = None,
+        *,
+        lost_optimizer: Literal["refuse", "rewarm"] = "refuse",
+        **options: Any,
+    ) -> LoadReport | None:
         """Restores the state from the newest sound step, or from the one named; None where there is none to resume.
 
         Args:
             step: a step's number, or a path; then it must be there and sound. Of another run's folder the newest
                 sound step is taken. None takes the newest sound step of the run's own folder, and says why newer ones
                 were passed over.
+            lost_optimizer: ``rewarm`` goes on where the checkpoint has no optimizer state, and has every
+                :class:`reshard.Rewarmup` among the schedulers climb back onto its schedule: full steps without moments
+                spoil a run.
             options: of :func:`reshard.load_state`.
 
         Raises:
+            UsageError: ``rewarm`` without a ``Rewarmup``, or the optimizer given up without ``rewarm``.
             CheckpointNotFound: a named step is not there.
             CheckpointUnsound: a named step is damaged, or all there are.
             ReshardError: as ``load_state``.
         """
+        climbs = [each for each in self.state.schedulers.values() if isinstance(each, Rewarmup)]
+        options = with_lost_optimizer(options, lost_optimizer, can_climb=bool(climbs))
         self.wait()
         folder: Path | None = None
         metrics: dict[str, float | None] = {}
         with self._ranks.together():
             if self._ranks.rank == 0:
-                folder = self._newest_sound(self.directory) if step is None else self._named(step)
+                folder = self._chosen(step)
                 if folder is not None:
                     self._keep_resumed(folder)
                     metrics = (manifest.read(folder).metrics or {}) if manifest.exists(folder) else {}
@@ -166,6 +179,10 @@ class Checkpointer:
             return None
         with heartbeat(self._ranks, f"loading {folder}"):
             report = load_state(folder, self.state, **options)
+        if OPTIMIZER in report.missing:
+            for each in climbs:
+                each.begin()
+                self._ranks.warn(f"no optimizer state: the learning rate climbs back in {each.steps} steps")
         own = step_path(self.directory, report.step)
         is_own, is_as_saved = self._ranks.broadcast((own.resolve() == folder.resolve(), not options))
         self._saved_step = report.step if is_own and is_as_saved else None
@@ -174,6 +191,31 @@ class Checkpointer:
         self._samples = self._trained_on()
         self._supervisor.resumed(report.step)
         return report
+
+    def roll_back(self, step: int, **options: Any) -> LoadReport:
+        """Goes back to an earlier step of this run: restores it, and sets the later ones aside, deleting nothing.
+
+        They are renamed ``abandoned-step-<n>-...`` at once, so that no later start takes one of them for the newest.
+
+        Args:
+            step: a committed step of the run's folder.
+            options: of :func:`reshard.load_state`.
+
+        Raises:
+            CheckpointNotFound: it is not there.
+            CheckpointUnsound: it is damaged; nothing was set aside.
+            ReshardError: as ``load_state``; nothing was set aside.
+        """
+        report = self.resume(step, **options)
+        assert report is not None
+        self._abandon_later(step)
+        return report
+
+    def _abandon_later(self, step: int) -> None:
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                for path in abandon_later(self.directory, step, self.attempt):
+                    self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
 
     def step(self, metrics: Mapping[str, float | None] | None = None) -> bool:
         """Counts an optimizer step that is done. Saves if it is time. True when the loop should end.
@@ -237,10 +279,7 @@ class Checkpointer:
         self.wait()
         began = time.monotonic()
         self._supervisor.saving()
-        with self._ranks.together():
-            if self._ranks.rank == 0:
-                for path in abandon_later(self.directory, step, self.attempt):
-                    self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
+        self._abandon_later(step)
         captured = capture(self.state, self._ranks, self.attempt, measured)
         if self.async_save:
             copied = replace(captured, local=self._background.copy(captured.local))
@@ -304,7 +343,7 @@ class Checkpointer:
             # What was just saved was held against its index, so the run needs the step that it came from no more.
             record_resumed(self.directory, None)
             plan = plan_retention(
-                self.directory, self.retention, lambda folder: not _faults(folder), value_of=manifest.metric
+                self.directory, self.retention, lambda folder: not faults_of(folder), value_of=manifest.metric
             )
             remove(plan)
         except StorageError as fault:
@@ -317,51 +356,16 @@ class Checkpointer:
             told = f"{{{best.metric!r}: ...}}"
             self._ranks.warn(f"no step has a value of {best.metric!r} to keep the best by: call step(metrics={told})")
 
+    def _chosen(self, step: int | str | Path | None) -> Path | None:
+        if step is None:
+            return newest_sound(self.directory, self._ranks.warn)
+        return named_step(self.directory, step, self._ranks.warn)
+
     def _keep_resumed(self, folder: Path) -> None:
         """Has every process keep the step to resume from, where it is not the newest, until another is saved."""
         earlier = committed_steps(self.directory)[:-1]
         set_back_to = [entry.step for entry in earlier if entry.path.resolve() == folder.resolve()]
         record_resumed(self.directory, set_back_to[0] if set_back_to else None)
-
-    def _newest_sound(self, run_dir: Path) -> Path | None:
-        """The newest step of a run's folder with nothing to say against it; warns of what it passes over."""
-        for leftover in uncommitted(run_dir):
-            self._ranks.warn(f"passed over {leftover.name}: it was never committed")
-        reasons = []
-        for folder in reversed(committed_steps(run_dir)):
-            faults = _faults(folder.path)
-            if not faults:
-                return folder.path
-            reasons.append(f"{folder.path.name}: {faults[0]}")
-            self._ranks.warn(f"passed over {reasons[-1]}")
-        if reasons:
-            raise CheckpointUnsound(
-                "no step there is whole",
-                path=run_dir,
-                hint="restore one from a copy, name a step to load what it has, or start in an empty folder",
-                details=reasons,
-            )
-        return None
-
-    def _named(self, step: int | str | Path) -> Path:
-        if isinstance(step, str) and step.isdigit():
-            step = int(step)
-        folder = step_path(self.directory, step) if isinstance(step, int) else Path(step).expanduser().absolute()
-        if not folder.is_dir():
-            there = [entry.step for entry in committed_steps(folder.parent)]
-            raise CheckpointNotFound(
-                "the step to resume from is not there",
-                path=folder,
-                hint=f"there are steps {there}" if there else "nothing is committed beside it either",
-            )
-        if newest := self._newest_sound(folder) if committed_steps(folder) else None:
-            folder = newest
-        elif faults := structure_faults(folder):
-            raise CheckpointUnsound(faults[0], path=folder, details=faults[1:], hint="resume from another step")
-        own = committed_steps(self.directory)
-        if own and own[-1].path.resolve() != folder.resolve():
-            self._ranks.warn(f"resuming from {folder}, as asked, and not from {own[-1].path}, the newest of this run")
-        return folder
 
     def _trained_on(self) -> int | None:
         return self.state.data.samples if isinstance(self.state.data, ElasticSampler) else None
@@ -375,11 +379,3 @@ class Checkpointer:
                 write_atomic(self.directory / STOPPED_FILE, json.dumps(mark).encode() + b"\n")
         self._supervisor.stopped(self.state.step, reason)
         self._ranks.say(f"stopped at step {self.state.step}" + (f" on {reason}" if reason else ""))
-
-
-def _faults(folder: Path) -> list[str]:
-    """What speaks against resuming from a step of a run's own."""
-    faults = structure_faults(folder)
-    if not manifest.exists(folder):
-        faults.append(f"{folder / manifest.FILE_NAME}: missing, so most of the run's state is")
-    return faults

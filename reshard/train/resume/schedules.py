@@ -26,6 +26,7 @@ from reshard.train.learning_rate import (
 from reshard.train.resume.matching import Faults
 from reshard.train.resume.report import LoadReport, named
 from reshard.train.resume.source import Run, Source
+from reshard.train.rewarmup import Rewarmup, inner_scheduler, inner_state, is_climbing, with_inner_state
 from reshard.train.state import SCHEDULER
 
 RATE_KEYS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
@@ -65,9 +66,16 @@ def check_schedulers(
         state = saved[name]
         if not isinstance(state, dict) or not tagged.is_plain(state):
             continue
-        if isinstance(live[name], torch.optim.lr_scheduler.LRScheduler) and not keep_live:
-            kind = type(live[name]).__name__
-            _check_kind(f"{SCHEDULER}.{name}", state, live[name].state_dict(), kind, faults, report)
+        if is_climbing(state) and not isinstance(live[name], Rewarmup):
+            faults.add(
+                f"{SCHEDULER}.{name}: saved on the way back to its schedule: expected a Rewarmup, "
+                f"found {type(live[name]).__name__}",
+                "wrap the scheduler: reshard.Rewarmup(scheduler)",
+            )
+        state, scheduler = inner_state(state), inner_scheduler(live[name])
+        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and not keep_live:
+            kind = type(scheduler).__name__
+            _check_kind(f"{SCHEDULER}.{name}", state, scheduler.state_dict(), kind, faults, report)
         if counts_ranks:
             _check_countable(f"{SCHEDULER}.{name}", state, source.manifest.world.ranks, faults)
         else:
@@ -176,7 +184,8 @@ def fitted(
         counts_ranks: it counts ranks, not steps.
         keep_live: take its place from the checkpoint, and all else from the run.
     """
-    scheduler = run.state.schedulers[name]
+    whole, saved = saved, inner_state(saved)
+    scheduler = inner_scheduler(run.state.schedulers[name])
     own = own_groups(run, scheduler)
     if partners and own is not None and source.manifest is not None:
         owner, live_groups = own
@@ -187,12 +196,13 @@ def fitted(
             if places != list(range(len(saved_groups))):
                 saved = _regrouped(saved, scheduler.state_dict(), places, len(saved_groups))
         if rescales is not None:
-            saved = scaled_schedule(saved, [rescales[number] for number in live_groups])
+            whole = scaled_schedule(with_inner_state(whole, saved), [rescales[number] for number in live_groups])
+            saved = inner_state(whole)
     if counts_ranks and source.manifest is not None:
         saved = _recounted(saved, scheduler.state_dict(), source.manifest.world.ranks, run.ranks.size)
     elif keep_live:
         saved = _recounted(saved, scheduler.state_dict(), 1, 1)
-    return saved
+    return with_inner_state(whole, saved) if isinstance(run.state.schedulers[name], Rewarmup) else saved
 
 
 def own_groups(run: Run, scheduler: Any) -> tuple[str, list[int]] | None:
