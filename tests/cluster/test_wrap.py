@@ -476,6 +476,37 @@ def test_a_state_that_cannot_be_written(slurm: Slurm, is_failure: bool) -> None:
     assert (status, slurm.requeues) == ((2, 0) if is_failure else (75, 1))
 
 
+# Saves for longer than torchrun's 30 s would be too slow to test: here its own patience is 1 s.
+SAVES = """
+import signal, time
+asked = []
+signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+open("started", "w").close()
+while not asked:
+    time.sleep(0.05)
+time.sleep(3)
+open("saved", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", ["", "1"])
+def test_torchrun_hands_signals_on_and_waits_although_nothing_shields_it(slurm: Slurm, own: str) -> None:
+    """By its PET_ variables; those that its user has set win."""
+    (slurm.folder / "saves.py").write_text(SAVES)
+    torchrun = f"'{sys.executable}' -m torch.distributed.run --standalone --nproc-per-node=1 saves.py"
+    variables = {"PET_SHUTDOWN_TIMEOUT": own} if own else {}
+    job = slurm.start(script=f"exec reshard slurm wrap --run run -- {torchrun}\n", **variables)
+    wait_until("it runs", (slurm.folder / "started").exists)
+    found = subprocess.run(
+        ["pgrep", "-f", "^[^ ]* -m torch.distributed.run .* saves.py$"], capture_output=True, text=True
+    )
+    pid = int(found.stdout.split()[0])
+    os.kill(pid, signal.SIGUSR1)
+    end(job)
+    assert (slurm.folder / "saved").exists() == (not own)
+
+
 def test_a_command_that_cannot_be_started(slurm: Slurm) -> None:
     status, log = slurm.finish(script="exec reshard slurm wrap --run run -- no-such-program\n")
     assert status == 2
