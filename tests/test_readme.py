@@ -33,6 +33,7 @@ CHECK = "reshard check --deep runs/quickstart/for-8"
 DIFF = "reshard diff runs/quickstart/resumed/checkpoints runs/quickstart/for-8"
 CONVERT = [line for line in COMMAND.findall(README) if line.startswith("reshard convert ")]
 PROVE = next(line for line in COMMAND.findall(README) if line.startswith("reshard prove "))
+ESTIMATE = "reshard estimate --params 70B --world-size 64 --bandwidth 5GB/s"
 RENDER = "reshard slurm render --config slurm/run.yaml"
 # By tests/cluster/test_slurm.py, on a SLURM.
 SUBMIT = "reshard slurm submit --config slurm/run.yaml"
@@ -78,6 +79,7 @@ def test_no_command_goes_untested() -> None:
         DIFF,
         COMPARE,
         PROVE,
+        ESTIMATE,
         RENDER,
         SUBMIT,
         *CONVERT,
@@ -143,6 +145,13 @@ def test_a_batch_script_is_rendered() -> None:
     result = run(RENDER)
     assert result.returncode == 0, result.stderr
     assert "exec reshard slurm wrap --run runs/small -- " in result.stdout
+
+
+def test_estimate_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ESTIMATE.split()[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = block_after(f"excerpt of: {ESTIMATE}").splitlines()
+    assert [line for line in printed if line in shown] == shown
 
 
 def test_batch_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
