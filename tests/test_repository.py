@@ -195,6 +195,16 @@ def test_the_command_line_is_frozen() -> None:
             "--micro-batch",
             "--world-size",
         ],
+        "batch-config": [
+            "--debug",
+            "--global-batch",
+            "--help",
+            "--json",
+            "--keys",
+            "--old-world-size",
+            "--world-size",
+            "--write",
+        ],
         "check": ["--debug", "--deep", "--help", "--in", "--json"],
         "compare-traces": ["--column", "--debug", "--epsilon", "--force", "--help", "--json", "--plot"],
         "convert": [

@@ -8,7 +8,7 @@ from reshard.batch.plan import BatchPlan
 from reshard.cli.output import print_json, print_text, print_warning
 from reshard.errors import UsageError
 
-_ASSUMPTION = (
+ASSUMPTION = (
     "The gradients are those of any other world size if the loss is a mean over the whole global batch; with padding, "
     "divide by the tokens of the global batch, not by those of each micro-batch."
 )
@@ -20,9 +20,9 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "batch",
         help="gradient accumulation that keeps the global batch exact on any number of ranks",
         description="Plan one global batch on a number of ranks: the gradient accumulation, and what idles.",
-        epilog=_ASSUMPTION,
+        epilog=ASSUMPTION,
     )
-    parser.add_argument("--global-batch", type=_count, required=True, metavar="B", help="samples per optimizer step")
+    parser.add_argument("--global-batch", type=count, required=True, metavar="B", help="samples per optimizer step")
     parser.add_argument(
         "--micro-batch",
         type=_count_or_auto,
@@ -32,14 +32,14 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     parser.add_argument(
         "--world-size",
-        type=_count,
+        type=count,
         required=True,
         metavar="M",
         help="data-parallel ranks (with tensor or pipeline parallelism, GPUs divided by those)",
     )
     parser.add_argument(
         "--max-micro-batch",
-        type=_count,
+        type=count,
         metavar="N",
         help="what fits in memory, for --micro-batch auto (default: no limit)",
     )
@@ -86,12 +86,13 @@ def _describe(plan: BatchPlan) -> str:
         f"global batch {plan.global_batch} = {plan.slots} slots of micro-batch {plan.micro_batch}",
         f"on {plan.ranks} ranks: gradient accumulation {plan.accumulation}, idle slots {plan.idle_slots}",
         *plan.advice(),
-        _ASSUMPTION,
+        ASSUMPTION,
     ]
     return "\n".join(lines)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number above zero, as an option's value."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above zero, not {text!r}")
     return int(text)
@@ -99,4 +100,4 @@ def _count(text: str) -> int:
 
 def _count_or_auto(text: str) -> int | None:
     """The number, or None for `auto`."""
-    return None if text == "auto" else _count(text)
+    return None if text == "auto" else count(text)

@@ -19,7 +19,20 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.cli import batch, check, convert, diff, estimate, inspect, offline, prove, prune, slurm, traces
+from reshard.cli import (
+    batch,
+    batch_config,
+    check,
+    convert,
+    diff,
+    estimate,
+    inspect,
+    offline,
+    prove,
+    prune,
+    slurm,
+    traces,
+)
 from reshard.cli.output import print_error
 from reshard.environment import is_follower, want_one_numpy_thread
 from reshard.errors import ReshardError, UsageError
@@ -28,7 +41,7 @@ EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_FAMILIES = (batch, check, convert, diff, estimate, inspect, offline, prove, prune, slurm, traces)
+_FAMILIES = (batch, batch_config, check, convert, diff, estimate, inspect, offline, prove, prune, slurm, traces)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
