@@ -33,6 +33,7 @@ CHECK = "reshard check --deep runs/quickstart/for-8"
 DIFF = "reshard diff runs/quickstart/resumed/checkpoints runs/quickstart/for-8"
 CONVERT = [line for line in COMMAND.findall(README) if line.startswith("reshard convert ")]
 PROVE = next(line for line in COMMAND.findall(README) if line.startswith("reshard prove "))
+BATCH_CONFIG = "reshard batch-config args.yaml --old-world-size 8 --world-size 32"
 ESTIMATE = "reshard estimate --params 70B --world-size 64 --bandwidth 5GB/s"
 RENDER = "reshard slurm render --config slurm/run.yaml"
 # By tests/cluster/test_slurm.py, on a SLURM.
@@ -79,6 +80,7 @@ def test_no_command_goes_untested() -> None:
         DIFF,
         COMPARE,
         PROVE,
+        BATCH_CONFIG,
         ESTIMATE,
         RENDER,
         SUBMIT,
@@ -145,6 +147,19 @@ def test_a_batch_script_is_rendered() -> None:
     result = run(RENDER)
     assert result.returncode == 0, result.stderr
     assert "exec reshard slurm wrap --run runs/small -- " in result.stdout
+
+
+def test_batch_config_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    lines = [
+        "# fine-tuning",
+        "per_device_train_batch_size: 4",
+        "learning_rate: 2.0e-5",
+        "gradient_accumulation_steps: 2",
+    ]
+    (tmp_path / "args.yaml").write_text("\n".join(lines))
+    result = run(BATCH_CONFIG, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == block_after(f"output of: {BATCH_CONFIG}")
 
 
 def test_estimate_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
