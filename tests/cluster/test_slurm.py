@@ -29,7 +29,7 @@ HERE, ASIDE = "--exclude=n[5-10]", "n5"
 TORCHRUN = f"srun --ntasks-per-node=1 reshard slurm wrap -- bash {ROOT}/scripts/launch.sh {{arguments}}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     # munged wants its folder to be open to everybody, which pytest's are not.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -52,7 +52,7 @@ def cluster(slurm: Cluster) -> Iterator[Cluster]:
     slurm.clear(slurm.submitted[before:])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One rank, without SLURM, without a break."""
     folder = tmp_path_factory.mktemp("reference")
