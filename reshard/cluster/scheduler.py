@@ -18,6 +18,7 @@ class SchedulerError(ReshardError):
     """SLURM refused, or did not answer."""
 
     exit_code = 2
+    usual_hint = "run that by hand, on a machine of the cluster; is its controller up (`sinfo`)?"
 
 
 def call(command: Sequence[str]) -> str:
