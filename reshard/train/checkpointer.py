@@ -26,7 +26,7 @@ from reshard.train.heartbeat import heartbeat
 from reshard.train.resume.load import load_state
 from reshard.train.resume.report import LoadReport
 from reshard.train.resume.step_choice import faults_of, named_step, newest_sound
-from reshard.train.rewarmup import Rewarmup, with_lost_optimizer
+from reshard.train.rewarmup import Rewarmup, lost_moments, with_lost_optimizer
 from reshard.train.sampler import ElasticSampler
 from reshard.train.save import commit_step
 from reshard.train.state import OPTIMIZER, TrainState
@@ -180,6 +180,9 @@ class Checkpointer:
         with heartbeat(self._ranks, f"loading {folder}"):
             report = load_state(folder, self.state, **options)
         if OPTIMIZER in report.missing:
+            if lost_optimizer != "rewarm":
+                # By a pattern such as "*", of which nobody could say before what it would leave out.
+                raise lost_moments()
             for each in climbs:
                 each.begin()
                 self._ranks.warn(f"no optimizer state: the learning rate climbs back in {each.steps} steps")

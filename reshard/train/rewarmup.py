@@ -171,10 +171,15 @@ def with_lost_optimizer(options: Mapping[str, Any], choice: str, *, can_climb: b
             )
         return {**options, "allow_missing": [*missing, OPTIMIZER]}
     if not isinstance(missing, str) and OPTIMIZER in missing:
-        raise UsageError(
-            "a run without the moments of its optimizer takes full steps, which spoil it",
-            key="allow_missing",
-            found=OPTIMIZER,
-            hint="resume(lost_optimizer='rewarm') with a reshard.Rewarmup; or load_state, if the moments do not matter",
-        )
+        raise lost_moments()
     return dict(options)
+
+
+def lost_moments() -> UsageError:
+    """What is said to a run that would go on with full steps."""
+    return UsageError(
+        "a run without the moments of its optimizer takes full steps, which spoil it",
+        key="allow_missing",
+        found=OPTIMIZER,
+        hint="resume(lost_optimizer='rewarm') with a reshard.Rewarmup; or load_state, if the moments do not matter",
+    )
