@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from reshard.environment import inherited
+from reshard.environment import SlurmPlace, inherited
 from reshard.errors import UsageError
 from reshard.storage.durable import storage_errors
 
 _MARK = "RESHARD_LAUNCH"
-_JOB = "SLURM_JOB_ID"
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 _LAUNCHERS = (b"torchrun", b"torch.distributed.run", b"torch/distributed/run")
 
@@ -77,7 +76,8 @@ class Launch:
     def __init__(self, command: Sequence[str], log: Path | None, variables: Mapping[str, str]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = f"{_MARK}={uuid.uuid4().hex}".encode()
-        self._job = inherited({}).get(_JOB)
+        place = SlurmPlace.given()
+        self._job = None if place is None else place.job_id
         name, _, value = self._mark.decode().partition("=")
         output = None
         if log is not None:
@@ -142,6 +142,12 @@ class Launch:
         if self._process is not None:
             self._process.send_signal(number)
 
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the program to end, but not longer than that."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+
     def kill(self) -> None:
         """Ends the program and whatever it started, at once."""
         for _ in range(100):
@@ -175,8 +181,8 @@ class Launch:
         if self._mark not in variables:
             return False
         # A job that the program has submitted has inherited the mark, and is none of ours.
-        jobs = [text for text in variables if text.startswith(f"{_JOB}=".encode())]
-        return self._job is None or not jobs or jobs == [f"{_JOB}={self._job}".encode()]
+        jobs = [text for text in variables if text.startswith(b"SLURM_JOB_ID=")]
+        return self._job is None or not jobs or jobs == [f"SLURM_JOB_ID={self._job}".encode()]
 
 
 def slurm_step() -> str | None:

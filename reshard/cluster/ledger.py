@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.cluster.job import Job
 from reshard.cluster.policy import Decision, History
 from reshard.errors import StorageError
-from reshard.storage.commit import abandon_later, claim, holder
+from reshard.storage.commit import abandon_later, claim
 from reshard.storage.run_files import (
     Progress,
     State,
@@ -141,11 +141,7 @@ class Ledger:
         return {"step": progress.step, "lost_steps": lost, "lost_s": round(lost_s, 1) if lost else 0.0}
 
     def _set_aside(self, step: int) -> None:
-        folder = Path(self.state.checkpoints or "")
-        # Its Checkpointer may have claimed the folder under a name of its own, beginning with the attempt's.
-        owner = holder(folder)
-        is_own = owner is not None and owner.startswith(f"{self._attempt}.")
-        for path in abandon_later(folder, step, owner if is_own and owner is not None else self._attempt):
+        for path in abandon_later(self.state.checkpoints or "", step, self._attempt):
             self.add("set_aside", path=str(path))
 
     def _count_steps(self) -> None:

@@ -39,7 +39,6 @@ from reshard.storage.run_files import DONE_FILE, attempt_folder, lead_time_s, re
 _FIRST_TRIES, _LAST_TRIES = 2, 5
 _PAUSE_S = 2.0
 _REQUEUE_POLLS = 20
-_TICK_S = 0.2
 _NEWS_OF_NODES_S = 20.0
 _LAST_RESORT_S = 120.0
 _TERMINATION_S = 60.0
@@ -145,11 +144,11 @@ class _Attempt:
             except Fenced:
                 # srun ends its tasks on all nodes when it is told so; killed, it would leave them.
                 launch.send(signal.SIGTERM)
-                _wait_for_end(launch, _TERMINATION_S)
+                launch.wait(_TERMINATION_S)
                 raise
             code = self._conclude(watched)
             # One that did not end in time may yet save something before it is killed.
-            _wait_for_end(launch, _TERMINATION_S)
+            launch.wait(_TERMINATION_S)
             return code
 
     def _variables(self) -> dict[str, str]:
@@ -185,8 +184,9 @@ class _Attempt:
         if progress is not None:
             ledger.learn(progress)
         job = scheduler.find_job(self._place.address, tries=_LAST_TRIES)
-        lost_nodes = _lost_nodes(job) if watched.status and watched.asked is None else ()
-        if job is not None and job.is_running and job.node_count > 1:
+        lost_nodes: tuple[str, ...] = ()
+        if watched.status and watched.asked is None:
+            lost_nodes = _lost_nodes(job)
             # Time has passed, in which its user may have cancelled it.
             job = scheduler.find_job(self._place.address, tries=_LAST_TRIES)
         attempt = Attempt(
@@ -288,9 +288,3 @@ def _hosts(job: Job) -> list[str]:
         return scheduler.host_names(job.nodes)
     except ReshardError:
         return []
-
-
-def _wait_for_end(launch: Launch, patience_s: float) -> None:
-    until_s = time.monotonic() + patience_s
-    while launch.status is None and time.monotonic() < until_s:
-        time.sleep(_TICK_S)
