@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from reshard.train.exact import exact
     from reshard.train.export import export_weights
     from reshard.train.norm import clip_grad_norm_
+    from reshard.train.recovery import RecoveryMonitor
     from reshard.train.resume.load import load_state
     from reshard.train.resume.report import LoadReport
     from reshard.train.rewarmup import Rewarmup
@@ -42,6 +43,7 @@ _HOMES = {
     "Checkpointer": "reshard.train.checkpointer",
     "ElasticSampler": "reshard.train.sampler",
     "LoadReport": "reshard.train.resume.report",
+    "RecoveryMonitor": "reshard.train.recovery",
     "Rewarmup": "reshard.train.rewarmup",
     "SeededDataset": "reshard.train.streams",
     "SlotStreams": "reshard.train.streams",
@@ -67,6 +69,7 @@ __all__ = [
     "Checkpointer",
     "ElasticSampler",
     "LoadReport",
+    "RecoveryMonitor",
     "ReshardError",
     "Rewarmup",
     "SeededDataset",

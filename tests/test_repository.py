@@ -157,6 +157,7 @@ def test_public_names_are_frozen() -> None:
         "ElasticSampler",
         "LoadReport",
         "ReshardError",
+        "RecoveryMonitor",
         "Rewarmup",
         "SeededDataset",
         "SlotStreams",

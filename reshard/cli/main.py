@@ -32,6 +32,7 @@ from reshard.cli import (
     prune,
     slurm,
     traces,
+    triage,
 )
 from reshard.cli.output import print_error
 from reshard.environment import is_follower, want_one_numpy_thread
@@ -41,7 +42,7 @@ EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_FAMILIES = (batch, batch_config, check, convert, diff, estimate, inspect, offline, prove, prune, slurm, traces)
+_FAMILIES = (batch, batch_config, check, convert, diff, estimate, inspect, offline, prove, prune, slurm, traces, triage)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

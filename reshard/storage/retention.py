@@ -7,6 +7,7 @@ those that stay could stand in for one that goes.
     run/
       PINNED-step-40        step 40 is never removed
       RESUMED-step-80       the run was set back to step 80 and has committed nothing since
+      FALLBACK-step-60      the run goes back to step 60 if its loss does not come back
 
 Markers are empty files, one a step: there is nothing in them to be half written, and processes that pin at once have
 nothing of each other's to overwrite. Their names are not those of steps.
@@ -32,10 +33,12 @@ from reshard.storage.steps import REPLACED, committed_steps, move_to_trash, step
 
 PINNED = "PINNED-"
 RESUMED = "RESUMED-"
+FALLBACK = "FALLBACK-"
+_MARKERS = (PINNED, RESUMED, FALLBACK)
 
 DIRECTIONS = ("min", "max")
 
-_MARKER = re.compile(f"({PINNED}|{RESUMED})(.+)")
+_MARKER = re.compile(f"({'|'.join(_MARKERS)})(.+)")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def reasons_to_stay(
     values: Mapping[int, float] | None = None,
     pinned: Collection[int] = (),
     resumed: Collection[int] = (),
+    fallback: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
     """Why each step stays, ascending by step; the steps without a reason go. Nothing is read or removed here.
 
@@ -122,7 +126,7 @@ def reasons_to_stay(
             all where nothing is to go.
         values: of the metric of `keep_best`, by step. NaN and infinities are never best; of equal values the newer
             step's is.
-        pinned, resumed: steps with a marker.
+        pinned, resumed, fallback: steps with a marker.
     """
     reasons: dict[int, list[str]] = {step: [] for step in sorted(steps)}
     ascending = list(reasons)
@@ -139,6 +143,8 @@ def reasons_to_stay(
             reasons[step].append("pinned")
         if step in resumed:
             reasons[step].append("resumed from")
+        if step in fallback:
+            reasons[step].append("fallback")
     if not all(reasons.values()):
         newest_sound = next((step for step in reversed(ascending) if is_sound(step)), None)
         if newest_sound is not None:
@@ -198,9 +204,15 @@ def plan_retention(
     if retention.keep_best is not None and value_of is not None:
         found = {step: value_of(path, retention.keep_best.metric) for step, path in steps.items()}
         values = {step: value for step, value in found.items() if value is not None}
-    pinned, resumed = _marked(run_dir)
+    pinned, resumed, fallback = _marked(run_dir)
     reasons = reasons_to_stay(
-        steps, retention, lambda step: is_sound(steps[step]), values=values, pinned=pinned, resumed=resumed
+        steps,
+        retention,
+        lambda step: is_sound(steps[step]),
+        values=values,
+        pinned=pinned,
+        resumed=resumed,
+        fallback=fallback,
     )
     return Plan(Path(run_dir), reasons, values, pinned)
 
@@ -229,7 +241,7 @@ def prune(
 
 def _take_away(path: Path) -> bool:
     # One that was marked since the plan keeps its name all along, unless that is in this very moment.
-    if any(os.path.lexists(_marker(path, prefix)) for prefix in (PINNED, RESUMED)):
+    if any(os.path.lexists(_marker(path, prefix)) for prefix in _MARKERS):
         return False
     aside = path.with_name(f"{REPLACED}{path.name}-{secrets.token_hex(4)}")
     try:
@@ -283,11 +295,25 @@ def record_resumed(run_dir: str | os.PathLike[str], step: int | None) -> None:
         CheckpointNotFound: the step is not there.
         StorageError: the file system refused.
     """
+    _record(run_dir, RESUMED, step)
+
+
+def record_fallback(run_dir: str | os.PathLike[str], step: int | None) -> None:
+    """Likewise the step that a run would go back to if its loss did not come back.
+
+    Raises:
+        CheckpointNotFound: the step is not there.
+        StorageError: the file system refused.
+    """
+    _record(run_dir, FALLBACK, step)
+
+
+def _record(run_dir: str | os.PathLike[str], prefix: str, step: int | None) -> None:
     if step is not None:
-        _mark(run_dir, RESUMED, step)
+        _mark(run_dir, prefix, step)
     for name in _names(run_dir):
         target = temporary_target(name)
-        if (target or name).startswith(RESUMED) and (target or step is None or name != f"{RESUMED}step-{step}"):
+        if (target or name).startswith(prefix) and (target or step is None or name != f"{prefix}step-{step}"):
             remove_tree(Path(run_dir, name))
 
 
@@ -314,13 +340,13 @@ def _marker(path: Path, prefix: str) -> Path:
     return path.with_name(prefix + path.name)
 
 
-def _marked(run_dir: str | os.PathLike[str]) -> tuple[frozenset[int], frozenset[int]]:
-    """The steps that are pinned, and those that a run was set back to, there or not."""
-    found: dict[str, set[int]] = {PINNED: set(), RESUMED: set()}
+def _marked(run_dir: str | os.PathLike[str]) -> tuple[frozenset[int], ...]:
+    """The steps with each of the markers, there or not."""
+    found: dict[str, set[int]] = {prefix: set() for prefix in _MARKERS}
     for name in _names(run_dir):
         if (match := _MARKER.fullmatch(name)) and (step := step_number(match[2])) is not None:
             found[match[1]].add(step)
-    return frozenset(found[PINNED]), frozenset(found[RESUMED])
+    return tuple(frozenset(found[prefix]) for prefix in _MARKERS)
 
 
 def _names(run_dir: str | os.PathLike[str]) -> list[str]:

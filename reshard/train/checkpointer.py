@@ -107,10 +107,10 @@ class Checkpointer:
         if not str(directory):
             raise UsageError("no folder to save in", key="directory", found=repr(directory))
         state.validate()
-        self._ranks = all_ranks()
+        self.ranks = all_ranks()
         # Absolute, so that a later change of the working directory does not split the run over two folders; rank 0's,
         # so that all mean the same one.
-        self.directory = self._ranks.broadcast(Path(orders.checkpoints or directory).expanduser().absolute())
+        self.directory = self.ranks.broadcast(Path(orders.checkpoints or directory).expanduser().absolute())
         self.last_step = orders.steps
         self.state = state
         self.interval = interval
@@ -118,24 +118,24 @@ class Checkpointer:
         self.async_save = async_save
         self.stop = stop
         self.visibility_timeout_s = visibility_timeout_s
-        self._background = Background.of(self._ranks)
-        intervals = set(self._ranks.gather(interval))
+        self._background = Background.of(self.ranks)
+        intervals = set(self.ranks.gather(interval))
         if len(intervals) > 1:
             raise UsageError("the ranks would save at different steps", key="interval", found=sorted(intervals))
-        self.attempt = self._ranks.broadcast(attempt or attempt_token())
+        self.attempt = self.ranks.broadcast(attempt or attempt_token())
         self._saved_step: int | None = None
         self._saved_small: str | None = None
         self._measured: tuple[int, dict[str, float | None]] | None = None
         self._missed_metric = False
         self._samples: int | None = None
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        with self.ranks.together():
+            if self.ranks.rank == 0:
                 claim(self.directory, self.attempt)
                 with contextlib.suppress(FileNotFoundError):
                     (self.directory / STOPPED_FILE).unlink()
         # Rank 0 speaks for all; the others' hears and says nothing.
-        heard = orders if self._ranks.rank == 0 else Orders()
-        self._supervisor = Supervisor(heard, self.directory, self._ranks.size)
+        heard = orders if self.ranks.rank == 0 else Orders()
+        self._supervisor = Supervisor(heard, self.directory, self.ranks.size)
 
     def resume(
         self,
@@ -166,18 +166,18 @@ class Checkpointer:
         self.wait()
         folder: Path | None = None
         metrics: dict[str, float | None] = {}
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        with self.ranks.together():
+            if self.ranks.rank == 0:
                 folder = self._chosen(step)
                 if folder is not None:
                     self._keep_resumed(folder)
                     metrics = (manifest.read(folder).metrics or {}) if manifest.exists(folder) else {}
-        folder, metrics = self._ranks.broadcast((folder, metrics))
+        folder, metrics = self.ranks.broadcast((folder, metrics))
         if folder is None:
-            self._ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
+            self.ranks.say(f"no checkpoint in {self.directory}: starting from scratch")
             self._supervisor.resumed(self.state.step)
             return None
-        with heartbeat(self._ranks, f"loading {folder}"):
+        with heartbeat(self.ranks, f"loading {folder}"):
             report = load_state(folder, self.state, **options)
         if OPTIMIZER in report.missing:
             if lost_optimizer != "rewarm":
@@ -185,9 +185,9 @@ class Checkpointer:
                 raise lost_moments()
             for each in climbs:
                 each.begin()
-                self._ranks.warn(f"no optimizer state: the learning rate climbs back in {each.steps} steps")
+                self.ranks.warn(f"no optimizer state: the learning rate climbs back in {each.steps} steps")
         own = step_path(self.directory, report.step)
-        is_own, is_as_saved = self._ranks.broadcast((own.resolve() == folder.resolve(), not options))
+        is_own, is_as_saved = self.ranks.broadcast((own.resolve() == folder.resolve(), not options))
         self._saved_step = report.step if is_own and is_as_saved else None
         self._measured = (report.step, metrics) if is_own else None
         self._saved_small = small_state(self.state)
@@ -215,10 +215,10 @@ class Checkpointer:
         return report
 
     def _abandon_later(self, step: int) -> None:
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        with self.ranks.together():
+            if self.ranks.rank == 0:
                 for path in abandon_later(self.directory, step, self.attempt):
-                    self._ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
+                    self.ranks.warn(f"later than step {step}, to which the run was set back: kept as {path}")
 
     def step(self, metrics: Mapping[str, float | None] | None = None) -> bool:
         """Counts an optimizer step that is done. Saves if it is time. True when the loop should end.
@@ -233,8 +233,8 @@ class Checkpointer:
         self._supervisor.stepped(self.state.step)
         asked = self._asked()
         is_over = self.last_step is not None and self.state.step >= self.last_step
-        if stop := any_asks(self._ranks, asked, self.state.step, self._samples, samples_before):
-            self._ranks.say(f"asked to stop: saving step {self.state.step}")
+        if stop := any_asks(self.ranks, asked, self.state.step, self._samples, samples_before):
+            self.ranks.say(f"asked to stop: saving step {self.state.step}")
         if stop or is_over or self.state.step % self.interval == 0:
             self.save(metrics)
         if stop or is_over:
@@ -249,7 +249,7 @@ class Checkpointer:
         For whatever takes longer than there may be time to save, such as an evaluation: where it is true, cut that
         short and go on to the next ``step``, which saves and ends the run.
         """
-        return bool(self._ranks.maxima([self._asked()])[0])
+        return bool(self.ranks.maxima([self._asked()])[0])
 
     def _asked(self) -> bool:
         return self._supervisor.asks() is not None or (self.stop is not None and self.stop())
@@ -271,24 +271,24 @@ class Checkpointer:
             ReshardError: as ``save_state``; or what was being saved in the background failed, and nothing is saved now.
         """
         step = self.state.step
-        with self._ranks.together():
+        with self.ranks.together():
             given = manifest.as_metrics(metrics)
         before = self._measured[1] if self._measured is not None and self._measured[0] == step else {}
         measured = {**before, **given}
         if self._saved_step == step:
             has_changed = measured != before or self._saved_small != small_state(self.state)
-            if not self._ranks.maxima([has_changed])[0]:
+            if not self.ranks.maxima([has_changed])[0]:
                 return step_path(self.directory, step)
         self.wait()
         began = time.monotonic()
         self._supervisor.saving()
         self._abandon_later(step)
-        captured = capture(self.state, self._ranks, self.attempt, measured)
+        captured = capture(self.state, self.ranks, self.attempt, measured)
         if self.async_save:
             copied = replace(captured, local=self._background.copy(captured.local))
             self._background.start(lambda ranks: self._write(copied, ranks, began))
         else:
-            self._write(captured, self._ranks, began)
+            self._write(captured, self.ranks, began)
         self._saved_step = step
         self._measured = step, measured
         self._saved_small = small_state(self.state)
@@ -327,8 +327,8 @@ class Checkpointer:
             ReshardError: on every rank, if the file system refused.
         """
         self.wait()
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        with self.ranks.together():
+            if self.ranks.rank == 0:
                 pin(self.directory, step)
 
     def unpin(self, step: int) -> None:
@@ -337,8 +337,8 @@ class Checkpointer:
         Raises:
             ReshardError: on every rank, if the file system refused.
         """
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        with self.ranks.together():
+            if self.ranks.rank == 0:
                 unpin(self.directory, step)
 
     def _prune(self) -> None:
@@ -351,18 +351,18 @@ class Checkpointer:
             remove(plan)
         except StorageError as fault:
             # The step is safe. What could not be deleted is tried again at the next save or start.
-            self._ranks.warn(f"older steps are kept for now: {fault}")
+            self.ranks.warn(f"older steps are kept for now: {fault}")
             return
         best = self.retention.keep_best
         if best is not None and not plan.values and not self._missed_metric:
             self._missed_metric = True
             told = f"{{{best.metric!r}: ...}}"
-            self._ranks.warn(f"no step has a value of {best.metric!r} to keep the best by: call step(metrics={told})")
+            self.ranks.warn(f"no step has a value of {best.metric!r} to keep the best by: call step(metrics={told})")
 
     def _chosen(self, step: int | str | Path | None) -> Path | None:
         if step is None:
-            return newest_sound(self.directory, self._ranks.warn)
-        return named_step(self.directory, step, self._ranks.warn)
+            return newest_sound(self.directory, self.ranks.warn)
+        return named_step(self.directory, step, self.ranks.warn)
 
     def _keep_resumed(self, folder: Path) -> None:
         """Has every process keep the step to resume from, where it is not the newest, until another is saved."""
@@ -375,10 +375,10 @@ class Checkpointer:
 
     def _mark_stopped(self) -> None:
         mine = self._supervisor.asks() or getattr(self.stop, "received", None)
-        reason = next((name for name in self._ranks.gather(mine) if name), None)
-        with self._ranks.together():
-            if self._ranks.rank == 0:
+        reason = next((name for name in self.ranks.gather(mine) if name), None)
+        with self.ranks.together():
+            if self.ranks.rank == 0:
                 mark = {"step": self.state.step, "reason": reason, "attempt": self.attempt}
                 write_atomic(self.directory / STOPPED_FILE, json.dumps(mark).encode() + b"\n")
         self._supervisor.stopped(self.state.step, reason)
-        self._ranks.say(f"stopped at step {self.state.step}" + (f" on {reason}" if reason else ""))
+        self.ranks.say(f"stopped at step {self.state.step}" + (f" on {reason}" if reason else ""))

@@ -28,6 +28,7 @@ _ROOTS = {
     "data": ("dataloader", "data", "sampler", "dataset"),
     "step": ("train_state", "step", "global_step", "iteration"),
 }
+_ADAPTER_KEY = re.compile(r"(?:^|\.)(?:lora_\w+|ia3_l|prompt_embeddings|modules_to_save)(?:\.|$)")
 _RNG_KEY = re.compile(r"rng\.rank_(\d+)\.(.+)")
 
 
@@ -141,6 +142,17 @@ def allowed_missing(parts: Sequence[Part]) -> list[str]:
     """What ``load_state`` has to be told may be missing, if the run has it."""
     lacking = [part.name for part in parts if part.status == MISSING or not part.is_restored]
     return [name for name in lacking if name not in ("model", "step counters")]
+
+
+def holds_alone(checkpoint: Checkpoint, parts: Sequence[Part]) -> str | None:
+    """``weights`` or ``a PEFT adapter``, where there is nothing else, and so nothing to resume from; else None."""
+    status = {part.name: part.status for part in parts}
+    if status.pop("model") != PRESENT or set(status.values()) != {MISSING}:
+        return None
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    # The names that PEFT gives to the parameters of its methods, and the file that it writes beside them.
+    is_adapter = (folder / "adapter_config.json").exists() or all(map(_ADAPTER_KEY.search, checkpoint.index.names))
+    return "a PEFT adapter" if is_adapter else "weights"
 
 
 def _model(checkpoint: Checkpoint) -> Part:

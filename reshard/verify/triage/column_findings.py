@@ -1,0 +1,178 @@
+"""What the columns of a trace beside the loss show of a lost piece, and what they show to be in order."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from reshard.verify.traces.trace import TraceRow
+from reshard.verify.triage.finding import (
+    AVERAGING,
+    BATCH,
+    CERTAIN,
+    LIKELY,
+    POSITION,
+    POSSIBLE,
+    RATE,
+    SCALE,
+    SCHEDULE,
+    Evidence,
+    Finding,
+)
+from reshard.verify.triage.rates import AHEAD, ELSEWHERE, REPEATED, RETURNED, Break, find_break
+from reshard.verify.triage.shape import EARLY_STEPS
+
+Rows = Sequence[TraceRow]
+
+_FEW = 32
+"""Rows on either side from which a usual value is taken."""
+
+
+def examine_columns(before: Rows, after: Rows, reference: Rows = ()) -> Evidence:
+    """Looks at learning rate, loss scale, samples and batch on both sides of a resume.
+
+    Args:
+        before: rows up to the resume, ascending; may be empty.
+        after: those past it, one at least.
+        reference: rows of a run that lost nothing.
+    """
+    said = Evidence()
+    _rates(said, before, after, reference)
+    _scale(said, before, after)
+    _position(said, before, after)
+    _batch(said, before, after)
+    return said
+
+
+def rate_break(rows: Rows, reference: Rows, first_step: int, last_step: int) -> Break | None:
+    """The first break of any group's learning rate between two steps, both included."""
+    groups = max((len(row.lr) for row in rows), default=0)
+    breaks = []
+    for group in range(groups):
+        points, known = (
+            [(row.step, row.lr[group]) for row in series if len(row.lr) > group] for series in (rows, reference)
+        )
+        if (found := find_break(points, first_step, last_step, known)) is not None:
+            breaks.append(found)
+    return min(breaks, key=lambda each: each.step, default=None)
+
+
+def rate_finding(found: Break, resume_step: int | None = None) -> Finding:
+    """A break in words; of one that comes with a resume, the schedule may be what was lost."""
+    change = (
+        f"learning rate {found.before:.4g} -> {found.found:.4g} at step {found.step}, expected {found.expected:.4g}"
+    )
+    if found.kind == RETURNED:
+        return Finding(RATE, CERTAIN, (f"{change}; back on the schedule at step {found.other_step}",))
+    if found.kind == REPEATED:
+        return Finding(
+            SCHEDULE, CERTAIN, (f"{change}; it has the rates again that step {found.other_step} began with",)
+        )
+    if found.kind == AHEAD:
+        told = f"{change}; from there on it has the rates that the reference has from step {found.other_step} on"
+        return Finding(SCHEDULE, CERTAIN, (told,))
+    if found.kind == ELSEWHERE and resume_step is not None:
+        return Finding(SCHEDULE, CERTAIN, (f"{change}; it goes on from there at another slope",))
+    factor = found.found / found.expected if found.expected else math.inf
+    return Finding(RATE, CERTAIN, (f"{change}: {factor:.4g} times as much",))
+
+
+def _rates(said: Evidence, before: Rows, after: Rows, reference: Rows) -> None:
+    if not any(row.lr for row in after):
+        said.silent.append("learning rate")
+        return
+    resume_step = before[-1].step if before else after[0].step - 1
+    found = rate_break([*before, *after], reference, resume_step + 1, resume_step + EARLY_STEPS)
+    if found is not None:
+        said.findings.append(rate_finding(found, resume_step))
+    elif (before and before[-1].lr) or reference:
+        said.in_order[SCHEDULE] = f"learning rate {after[0].lr[0]:.4g} at step {after[0].step}, as scheduled"
+
+
+def _scale(said: Evidence, before: Rows, after: Rows) -> None:
+    known = [row for row in before if row.scale is not None]
+    if after[0].scale is None or not known or known[-1].scale is None:
+        return
+    old, new = known[-1].scale, after[0].scale
+    change = f"loss scale {old:.6g} at step {known[-1].step}, {new:.6g} at step {after[0].step}"
+    # A scaler moves by a factor of two at a time, mostly.
+    if old > 0 and 0.5 <= new / old <= 2:
+        said.in_order[SCALE] = change
+        return
+    start = known[0].scale
+    told = f", where it had begun at step {known[0].step}" if new == start else ""
+    said.found(SCALE, CERTAIN, f"{change}{told}; it moves by a factor of 2 otherwise")
+
+
+def _position(said: Evidence, before: Rows, after: Rows) -> None:
+    first = after[0]
+    if first.samples is None:
+        said.silent.append("samples")
+        return
+    known = [(row.step, row.samples) for row in before if row.samples is not None]
+    if not known:
+        return
+    last_step, last_samples = known[-1]
+    usual = samples_per_step(before)
+    change = f"samples {last_samples} at step {last_step}, {first.samples} at step {first.step}"
+    gained = first.samples - last_samples
+    steps = first.step - last_step
+    if gained <= 0:
+        told = f"; {first.step} steps of {usual:g} are {first.step * usual:.0f}" if usual else ""
+        said.found(POSITION, CERTAIN, f"{change}: they are counted anew, and so are seen again{told}")
+    elif usual and gained > 2 * usual * steps:
+        said.found(POSITION, CERTAIN, f"{change}: {gained - usual * steps:.0f} samples were passed over")
+    else:
+        said.in_order[POSITION] = change
+
+
+def samples_per_step(rows: Rows) -> float | None:
+    """The usual global batch, by the samples column."""
+    known = [(row.step, row.samples) for row in rows[-_FEW:] if row.samples is not None]
+    gains = [(new - old) / (step - past) for (past, old), (step, new) in pairwise(known)]
+    return statistics.median(gains) if gains else None
+
+
+def _batch(said: Evidence, before: Rows, after: Rows) -> None:
+    old, new = samples_per_step(before), samples_per_step(after[:_FEW])
+    changes = {name: _change(before, after, name) for name in ("ranks", "accumulation")}
+    told = ", ".join(
+        f"{name} {change[0]} -> {change[1]}" for name, change in changes.items() if change and change[0] != change[1]
+    )
+    ranks, accumulation = changes["ranks"], changes["accumulation"]
+    if old and new:
+        text = f"{old:g} samples a step before, {new:g} after" + (f" ({told})" if told else "")
+        if old != new:
+            said.found(BATCH, CERTAIN, text)
+        else:
+            said.in_order[BATCH] = text
+    elif ranks and accumulation and ranks[0] * accumulation[0] != ranks[1] * accumulation[1]:
+        factor = ranks[1] * accumulation[1] / (ranks[0] * accumulation[0])
+        text = f"{told}: {factor:.3g} times the batch, unless the micro-batch has changed, too"
+        said.found(BATCH, LIKELY, text)
+    elif told:
+        said.in_order[BATCH] = told
+
+
+def _change(before: Rows, after: Rows, name: str) -> tuple[int, int] | None:
+    """A column's last value before and first after."""
+    old = next((value for row in reversed(before) if (value := getattr(row, name)) is not None), None)
+    new = getattr(after[0], name)
+    return None if old is None or new is None else (old, new)
+
+
+def averaging(before: Rows, after: Rows) -> Finding | None:
+    """What a changed accumulation may do to a loss that is off; None where it has not changed."""
+    change = _change(before, after, "accumulation")
+    if change is None or change[0] == change[1]:
+        return None
+    text = f"accumulation {change[0]} -> {change[1]}: where sequences differ in length, a mean of means is another loss"
+    return Finding(AVERAGING, POSSIBLE, (text,))
+
+
+def first_norm(before: Rows, after: Rows) -> tuple[float, float] | None:
+    """The usual gradient norm before the resume, and the first after; None where they are not known."""
+    known = [row.grad_norm for row in before[-_FEW:] if row.grad_norm is not None]
+    return (statistics.median(known), after[0].grad_norm) if known and after[0].grad_norm is not None else None
