@@ -33,7 +33,9 @@ def read_json(text: str) -> Node:
             hint="mend it there; JSON has no comments and no comma after the last entry",
         ) from error
     except ValueError as error:  # an integer of more digits than Python converts
-        raise UsageError("not JSON that can be read", found=str(error).split(";")[0]) from error
+        raise UsageError(
+            "not JSON that can be read", found=str(error).split(";")[0], hint="shorten that number"
+        ) from error
     return _scan(text, start)
 
 

@@ -16,6 +16,8 @@ from reshard.batch.settings_found import OURS, Setting, Settings
 from reshard.errors import BatchError, UsageError
 
 _MOST_OTHERS = 4
+# All divisors are known up to here, and soon.
+_MOST_SAMPLES = 10**12
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,24 @@ def refit(settings: Settings, ranks: int, old_ranks: int | None = None, global_b
         UsageError: a number that is neither in the file nor given.
         BatchError: numbers that contradict each other, or no exact batch.
     """
+    _require_usual(settings.number("global"), global_batch)
     if settings.framework == OURS:
         old, new = _with_slots(settings, ranks, old_ranks, global_batch)
     else:
         old, new = _exact(settings, ranks, old_ranks, global_batch)
     changes = _changes(settings, new)
     return Refit(settings, old, new, changes, _obstacles(settings, new, changes), _notes(settings, old, new))
+
+
+def _require_usual(*global_batches: int | None) -> None:
+    for samples in global_batches:
+        if samples is not None and samples > _MOST_SAMPLES:
+            raise BatchError(
+                "a global batch that nobody trains with",
+                expected=f"at most {_MOST_SAMPLES:,}",
+                found=f"{samples:,}",
+                hint="look for a number that is mistyped",
+            )
 
 
 def _with_slots(
@@ -145,6 +159,7 @@ def _exact(
             key="--old-world-size",
             hint="give --old-world-size N",
         )
+    _require_usual(samples)
     new = BatchPlan.choose(samples, ranks, old.micro_batch)
     if new.idle_slots:
         raise _no_exact(samples, old.micro_batch, ranks, settings)

@@ -173,8 +173,10 @@ def dotted(path: KeyPath) -> str:
 
 
 def split_path(text: str) -> KeyPath:
-    """The path that `dotted` wrote; `a[0]` is `a.0`."""
+    """The path that `dotted` wrote; `a[0]` is `a.0`, and `[0]` an item of a list that is the whole document."""
     kept = text.replace("\\.", "\0").replace("[", ".").replace("]", "")
+    if text.startswith("["):
+        kept = kept[1:]
     return tuple(name.replace("\0", ".") for name in kept.split("."))
 
 

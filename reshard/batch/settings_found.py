@@ -35,6 +35,8 @@ _MODEL_PARALLEL = {
     "parallelism_config": ("tp_size", "cp_size", "sp_size"),
     "megatron_lm_config": ("tp_degree", "pp_degree"),
 }
+# And these multiply to num_processes.
+_DATA_PARALLEL = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,11 @@ def _accelerate(config: ConfigText, candidate: _Candidate) -> Settings:
         lines = " and ".join(str(found.line) for place in there if (found := candidate.get(config, *place)))
         raise BatchError(f"{_ACCUMULATION} in lines {lines}", hint="delete the one that is not meant")
     if not there:
+        file = candidate.get(config, "deepspeed_config", "deepspeed_config_file")
+        named = f"line {file.line} names" if file else "has it, such as that of the TrainingArguments"
         raise UsageError(
             f"an Accelerate configuration without {_ACCUMULATION} says nothing of the batch",
-            hint="run this on the file that has it, such as that of the TrainingArguments",
+            hint=f"run this on the file that {named}",
         )
     written = candidate.settings(config, {"accumulation": there[0], "ranks": ("num_processes",)})
     _require_numbers(written, "run this on the file it comes from, such as that of the TrainingArguments")
@@ -209,6 +213,10 @@ def _accelerate(config: ConfigText, candidate: _Candidate) -> Settings:
     ]
     if machines := candidate.get(config, "num_machines"):
         notes.append(f"line {machines.line}: num_machines stays as it is")
+    for size in _DATA_PARALLEL:
+        found = candidate.get(config, "parallelism_config", size)
+        if found and isinstance(found.node, Scalar) and found.node.text not in ("1", ""):
+            notes.append(f"line {found.line}: {size} stays as it is, and num_processes has to be a multiple of it")
     return Settings(ACCELERATE, written, notes=notes)
 
 

@@ -125,8 +125,9 @@ def _write(path: Path, data: bytes, config: ConfigText, plan: Refit, args: argpa
     new = config.replaced({change.setting.scalar: change.new for change in plan.changes})
     _require_fit(new, plan, args)
     status = path.stat()
-    if not status.st_mode & 0o222:
-        raise UsageError("write-protected", hint="chmod u+w it first")
+    # A folder that one may write in lets one replace files that one may not write to; and root may write to any.
+    if not status.st_mode & 0o222 or not os.access(path, os.W_OK, effective_ids=True):
+        raise UsageError("write-protected", hint="chmod u+w it first, as its owner")
     if _read(path) != data:
         raise UsageError("changed by someone else meanwhile", hint="run this again")
     # So that the new file is at no time open to more people than the old one.

@@ -68,6 +68,16 @@ class _Question:
         """Parameters of the rank that has the most."""
         return None if self.ranks is None else self.size.largest_share(self.ranks)
 
+    @property
+    def stacked_share(self) -> int | None:
+        """The same with the experts of a layer in one tensor, where that makes it another."""
+        return None if self.ranks is None else self.size.stacked_share(self.ranks)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the share is what that rank has, however the model is built."""
+        return self.ranks == 1 or (self.size.has_shapes and self.stacked_share is None)
+
     def rank_bytes(self, split: Split) -> int | None:
         return None if self.share is None else split.rank_bytes(self.size.parameters, self.share)
 
@@ -158,7 +168,7 @@ def _fields(question: _Question) -> dict[str, object]:
         "parameters": size.parameters,
         "world_size": question.ranks,
         "largest_rank_parameters": question.share,
-        "largest_rank_is_exact": None if question.ranks is None else size.has_shapes or question.ranks == 1,
+        "largest_rank_is_exact": None if question.ranks is None else question.is_exact,
         "largest_block_parameters": size.block_parameters,
         "bandwidth_bytes_per_s": question.bytes_per_s,
         "conventions": {convention.name: _convention_fields(question, convention) for convention in CONVENTIONS},
@@ -214,6 +224,11 @@ def _describe(question: _Question) -> Iterator[str]:
     yield f"{count_text(size.parameters)} parameters ({size.parameters:,})"
     if question.share is not None:
         yield _share_text(question, question.share)
+    if question.stacked_share is not None:
+        yield (
+            f"  {question.stacked_share:,} where the experts of a layer are one tensor, as in transformers 5, of which "
+            "FSDP gives a rank whole experts"
+        )
     if question.measured is not None:
         yield ""
         yield from _measured(question, question.measured)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
 
-from reshard.errors import UsageError
+from reshard.errors import StateMismatch, UsageError
 from reshard.train.state import OPTIMIZER
 
-_INNER, _DONE, _RATES = "scheduler", "done", "_last_lr"
+_INNER, _DONE, _STEPS, _RATES = "scheduler", "done", "steps", "_last_lr"
+_NEEDED = ("optimizer", "step", "state_dict", "load_state_dict")
 
 
 class Rewarmup:
@@ -34,14 +36,23 @@ class Rewarmup:
         start: the fraction that it begins with.
 
     Raises:
-        UsageError: ``steps`` is no count, or ``start`` not between 0 and 1.
+        UsageError: ``steps`` is no count, ``start`` not between 0 and 1, or ``scheduler`` none or a Rewarmup itself.
     """
 
     def __init__(self, scheduler: Any, steps: int = 100, start: float = 0.01) -> None:
         if type(steps) is not int or steps < 1:
             raise UsageError("not a count", key="steps", expected="an int of at least 1", found=repr(steps))
-        if not 0 <= start <= 1:
+        if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start <= 1:
             raise UsageError("not a fraction", key="start", expected="0 to 1", found=repr(start))
+        lacking = [name for name in _NEEDED if not hasattr(scheduler, name)]
+        if lacking or isinstance(scheduler, Rewarmup):
+            raise UsageError(
+                "not a scheduler to climb back onto",
+                key="scheduler",
+                expected=f"one with {', '.join(_NEEDED)}",
+                found=f"{type(scheduler).__name__}" + (f" without {', '.join(lacking)}" if lacking else ""),
+                hint="wrap the schedule itself, once: reshard.Rewarmup(CosineAnnealingLR(optimizer, 10_000))",
+            )
         self.scheduler = scheduler
         self.steps = steps
         self.start = start
@@ -93,30 +104,47 @@ class Rewarmup:
         return {
             _INNER: self.scheduler.state_dict(),
             _DONE: self._done,
-            "steps": self.steps,
+            _STEPS: self.steps,
             "start": self.start,
             # Under a name that follows when the schedule is rescaled to another learning rate.
             _RATES: list(self._scheduled) if climbing else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From ``state_dict``, of this class or of the inner scheduler. A climb goes on as it was begun."""
+        """From ``state_dict``, of this class or of the inner scheduler. A climb goes on as it was begun.
+
+        Raises:
+            StateMismatch: a climb of another number of parameter groups.
+        """
         if not is_rewarmup_state(state):
             self.scheduler.load_state_dict(dict(state))
             self._done, self._scheduled = None, []
             return
+        if state[_DONE] is not None:
+            self._require_groups(len(state[_RATES]))
         self.scheduler.load_state_dict(state[_INNER])
         self._done = state[_DONE]
         self._scheduled = list(state[_RATES] or [])
         if self._done is not None:
-            self.steps, self.start = state["steps"], state["start"]
+            self.steps, self.start = state[_STEPS], state["start"]
 
     @property
     def _factor(self) -> float:
         assert self._done is not None
         return self.start + (1 - self.start) * self._done / self.steps
 
+    def _require_groups(self, count: int) -> None:
+        if count != len(self.optimizer.param_groups):
+            raise StateMismatch(
+                "the schedule is that of another number of parameter groups",
+                key="param_groups",
+                expected=count,
+                found=len(self.optimizer.param_groups),
+                hint="build the optimizer with the groups that the schedule was saved with",
+            )
+
     def _set(self, rates: list[float]) -> None:
+        self._require_groups(len(rates))
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 # A captured or compiled step holds on to the tensor itself.
@@ -148,6 +176,20 @@ def inner_state(state: Any) -> Any:
 def with_inner_state(state: Any, inner: Any) -> Any:
     """A scheduler's state with another one inside, if it is a Rewarmup's; else the other."""
     return {**state, _INNER: inner} if is_rewarmup_state(state) else inner
+
+
+def with_climb(state: Any, rates: Any = None, per_step: Fraction = Fraction(1)) -> Any:
+    """A scheduler's state with its climb, if it has one, at other rates of the schedule, a list, or where each of its
+    steps is counted another number of times."""
+    if not is_climbing(state):
+        return state
+    counts = {key: max(1 if key == _STEPS else 0, int(state[key] * per_step)) for key in (_DONE, _STEPS)}
+    return {**state, **counts, _RATES: state[_RATES] if rates is None else rates}
+
+
+def climb_rates(state: Any) -> Any:
+    """The rates of the schedule below a climb, one a parameter group; None where there is no climb."""
+    return state[_RATES] if is_climbing(state) else None
 
 
 def with_lost_optimizer(options: Mapping[str, Any], choice: str, *, can_climb: bool) -> dict[str, Any]:

@@ -79,6 +79,12 @@ def test_a_path_reads_as_it_was_written(path: tuple[str, ...]) -> None:
     assert split_path(dotted(path)) == path
 
 
+def test_brackets_are_list_indices_at_the_root_too() -> None:
+    config = ConfigText("- a: {b.c: [7, 8]}\n- 9\n")
+    found = [config.find(0, split_path(text)) for text in ("[1]", "1", "[0].a.b\\.c[1]", "0.a.b\\.c.1")]
+    assert [config.number(each) for each in found if each] == [9, 9, 8, 8]
+
+
 def test_a_path_that_leads_nowhere_finds_nothing() -> None:
     config = ConfigText("a: {b: 1}\nc: &c [*c, 1]\n<<: &m {<<: *m}\n")
     for path in (("b",), ("a", "b", "c"), ("a", "0"), ("c", "2"), ("c", "-1"), ("c", "0", "0", "x")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,40 @@ def test_a_protected_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert "steps: 2" in path.read_text()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as somebody else")
+def test_a_file_of_somebody_else_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever may write in a folder can replace any file there; that is no leave to."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "args.yaml"
+        path.write_text(ARGS)
+        path.chmod(0o644)
+        Path(folder).chmod(0o777)
+        os.seteuid(65534)
+        try:
+            status = run(path, "--world-size", "4", "--old-world-size", "8", "--write")
+        finally:
+            os.seteuid(0)
+        assert status == 2
+        assert "write-protected" in capsys.readouterr().err
+        assert (path.read_text(), path.stat().st_uid) == (ARGS, 0)
+
+
+def test_accelerate_names_the_file_and_the_sizes_that_have_to_follow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    head = "distributed_type: DEEPSPEED\nnum_processes: 8\n"
+    path.write_text(f"{head}deepspeed_config:\n  zero3_init_flag: true\n  deepspeed_config_file: ds.json\n")
+    assert run(path, "--world-size", "4") == 2
+    assert "run this on the file that line 5 names" in capsys.readouterr().err
+    sizes = "parallelism_config:\n  parallelism_config_dp_replicate_size: 1\n  parallelism_config_dp_shard_size: 8\n"
+    path.write_text(f"{head}gradient_accumulation_steps: 2\n{sizes}")
+    assert run(path, "--world-size", "4") == 0
+    out = capsys.readouterr().out
+    assert "line 6: parallelism_config_dp_shard_size stays as it is, and num_processes has to be a multiple" in out
+    assert "dp_replicate" not in out
+
+
 ARGS = "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n"
 HERE = ["--old-world-size", "8"]
 ZERO = '{"train_batch_size": %s, "train_micro_batch_size_per_gpu": %s, "gradient_accumulation_steps": %s}'
@@ -371,6 +406,11 @@ FAULTS = {
     "not JSON": ('{"a": 1, // no\n}', HERE, ["not JSON", "line 1"]),
     "deep": ("[" * 2000, HERE, ["nested too deeply"]),
     "deep JSON": ('{"a":' * 20000 + "1" + "}" * 20000, HERE, ["nested too deeply"]),
+    "too large": (ARGS.replace("4", "9" * 15).replace("2", "9" * 15), ["--old-world-size", "999999999"],
+                  ["at most 1,000,000,000,000, found 999,999,998,", "mistyped"]),
+    "too large, given": (ARGS, [*HERE, "--global-batch", "1" + "0" * 40], ["at most 1,000,000,000,000"]),
+    "too large, ours": ("batch: {global_batch: 100000000000000, micro_batch: 4}", [], ["at most 1,000,000,000,000"]),
+    "too large, JSON": ('{"per_device_train_batch_size": %s}' % ("9" * 5000), HERE, ["5000 digits", "shorten"]),
     "uneven, ours": ("batch: {global_batch: 10, micro_batch: 4}", [], ["not divisible by a micro-batch of 4"]),
 }  # fmt: skip
 

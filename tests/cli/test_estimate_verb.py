@@ -193,3 +193,27 @@ def test_sizes_beyond_all_models(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     out = estimate(capsys, "--config", tmp_path / "run.yaml", "--world-size", 10**9, "--bandwidth", "1")
     assert "parameters" in out
+
+
+def test_the_share_of_experts_is_told_for_both_ways_to_keep_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4,
+    }))  # fmt: skip
+    outside, attention, router, norms = 2 * 64 * 64, 4 * 64 * 64, 4 * 64, 2 * 64
+    expert = 3 * 64 * 96
+    # One row of each matrix and one whole expert in every layer.
+    stacked = (outside + 3 * attention) // 64 + 3 * (64 + 2 + expert) + 1
+    separate = (outside + 3 * attention) // 64 + 3 * (64 + 2 + 4 * (2 * 2 * 64 + 96)) + 1
+    argv = ("--config", path, "--world-size", 64)
+    found = json.loads(estimate(capsys, *argv, "--json"))
+    assert found["parameters"] == outside + 3 * (attention + router + norms + 4 * expert) + 64
+    assert found["largest_rank_parameters"] == separate
+    assert found["largest_rank_is_exact"] is False
+    assert f"  {stacked:,} where the experts of a layer are one tensor" in estimate(capsys, *argv)
+    even = json.loads(estimate(capsys, "--config", path, "--world-size", 4, "--json"))
+    assert even["largest_rank_is_exact"] is True
+    assert "experts" not in estimate(capsys, "--config", path, "--world-size", 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from ranks import RankFailed, run_ranks
 from torch.optim import lr_scheduler
 
 import reshard
-from reshard import Checkpointer, Rewarmup
-from reshard.errors import UsageError
+from reshard import Checkpointer, Rewarmup, TrainState
+from reshard.errors import StateMismatch, UsageError
+from reshard.train.rewarmup import with_climb
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "closed form": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)),
@@ -118,10 +120,116 @@ def test_the_state_of_the_inner_schedule_alone_is_taken() -> None:
     assert schedule.scheduler.state_dict() == inner.state_dict()
 
 
-@pytest.mark.parametrize(("steps", "start"), [(0, 0.1), (1.5, 0.1), (True, 0.1), (10, -0.1), (10, 1.1)])
-def test_what_it_refuses(steps: Any, start: float) -> None:
+@pytest.mark.parametrize(
+    ("steps", "start"),
+    [(0, 0.1), (1.5, 0.1), (True, 0.1), (10, -0.1), (10, 1.1), ("10", 0.1), (10, "0.1"), (10, None), (10, True)],
+)
+def test_what_it_refuses(steps: Any, start: Any) -> None:
     with pytest.raises(UsageError, match=r"not a (count|fraction): expected"):
         Rewarmup(lr_scheduler.ConstantLR(optimizer()), steps, start)
+
+
+def test_it_is_put_around_a_schedule_once() -> None:
+    each = optimizer()
+    schedule = Rewarmup(lr_scheduler.ConstantLR(each))
+    for wrong, said in ((each, "found SGD without optimizer"), (None, "found NoneType"), (schedule, "found Rewarmup")):
+        with pytest.raises(UsageError, match=said):
+            Rewarmup(wrong)
+
+
+def test_a_climb_of_other_groups_is_refused() -> None:
+    first = Rewarmup(lr_scheduler.ConstantLR(optimizer()), STEPS, START)
+    first.begin()
+    one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    second = Rewarmup(lr_scheduler.ConstantLR(one), 5, 0.5)
+    before = second.state_dict()
+    with pytest.raises(StateMismatch, match="another number of parameter groups: expected 2, found 1"):
+        second.load_state_dict(first.state_dict())
+    assert second.state_dict() == before
+
+
+RATES = {"a": 0.1, "b": 0.2}
+
+
+def grouped(order: str, has_optimizer: bool = True) -> tuple[TrainState, torch.optim.Optimizer, Any]:
+    """A model of layers a and b, and an optimizer with a group for each in ``order``."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
+    each = torch.optim.AdamW([{"params": list(model[name].parameters()), "lr": RATES[name]} for name in order])
+    # Every rate follows from the one before, so that a wrong one stays wrong.
+    schedule = Rewarmup(lr_scheduler.CosineAnnealingLR(each, 40), STEPS, START)
+    return TrainState(model, each if has_optimizer else None, schedule), each, schedule
+
+
+def rates_by_name(order: str, each: torch.optim.Optimizer, schedule: Any, count: int) -> dict[str, list[float]]:
+    for group in each.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    rows = [advance(each, schedule) for _ in range(count)]
+    return {name: [row[number] for row in rows] for number, name in enumerate(order)}
+
+
+def cosine_of(name: str, count: int) -> list[float]:
+    each = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATES[name])
+    schedule = lr_scheduler.CosineAnnealingLR(each, 40)
+    return [advance(each, schedule)[0] for _ in range(count)]
+
+
+@pytest.mark.parametrize(("saved", "resumed", "options"), [
+    ("ab", "ab", {}), ("ab", "ba", {}), ("a", "ab", {"allow_missing": ["*"]}), ("a", "ba", {"allow_missing": ["*"]}),
+    ("ab", "b", {"allow_unexpected": ["*"]}),
+])  # fmt: skip
+def test_groups_in_another_order_climb_at_their_own_rates(
+    saved: str, resumed: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    state, each, schedule = grouped(saved)
+    rates_by_name(saved, each, schedule, 3)
+    schedule.begin()
+    rates_by_name(saved, each, schedule, 2)
+    reshard.save_state(tmp_path, state)
+    state, each, schedule = grouped(resumed)
+    reshard.load_state(tmp_path, state, **options)
+    found = rates_by_name(resumed, each, schedule, 12)
+    climb = factors(3, 17)[5:]
+    for name in set(saved) & set(resumed):
+        expected = [rate * factor for rate, factor in zip(cosine_of(name, 17)[5:], climb, strict=True)]
+        assert found[name] == pytest.approx(expected, rel=1e-9), name
+    for name in set(resumed) - set(saved):
+        # The first step has the run's own rate, as for any group that is new; then it climbs with the others.
+        assert found[name][0] == RATES[name]
+        assert all(0 < rate < RATES[name] * factor for rate, factor in zip(found[name][1:], climb[1:], strict=True))
+
+
+def test_a_schedule_of_other_groups_is_refused_where_no_optimizer_tells_them_apart(tmp_path: Path) -> None:
+    state, each, schedule = grouped("a", has_optimizer=False)
+    rates_by_name("a", each, schedule, 3)
+    reshard.save_state(tmp_path, state)
+    state, each, schedule = grouped("ab")
+    before = schedule.state_dict()
+    with pytest.raises(StateMismatch, match="another number of parameter groups: expected 1, as saved, found 2"):
+        Checkpointer(tmp_path, state, interval=100).resume(lost_optimizer="rewarm")
+    assert schedule.state_dict() == before
+    assert [group["lr"] for group in each.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(("saved_ranks", "ranks"), [(2, 4), (4, 2), (2, 3), (4, 4)])
+def test_a_climb_that_counts_ranks_is_as_long_in_steps(saved_ranks: int, ranks: int) -> None:
+    """A schedule that every rank steps: 12 optimizer steps of climb, 5 of them done."""
+    first = Rewarmup(lr_scheduler.ConstantLR(optimizer(), factor=1.0), 12 * saved_ranks, START)
+    first.begin()
+    first.optimizer.step()
+    for _ in range(5 * saved_ranks):
+        first.step()
+    second = Rewarmup(lr_scheduler.ConstantLR(optimizer(), factor=1.0), 77, 0.5)
+    second.load_state_dict(with_climb(first.state_dict(), per_step=Fraction(ranks, saved_ranks)))
+    second.optimizer.step()
+    second.step()
+    factor = START + (1 - START) * (5 * ranks + 1) / (12 * ranks)
+    assert second.get_last_lr() == pytest.approx([rate * factor for rate in (0.1, 0.2)])
+    for _ in range(7 * ranks - 2):
+        second.step()
+    assert second.is_climbing
+    second.step()
+    assert not second.is_climbing
 
 
 def begin(folder: str, rewarmup: bool, **options: Any) -> tuple[lab.Run, Checkpointer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -204,6 +205,42 @@ def test_a_weight_without_state_is_told_apart(tmp_path: Path) -> None:
     assert [convention.name for convention in found.matches] == ["fp32-adam", "fsdp-mixed"]
 
 
+class Small(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.layer = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 100, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embedding.weight
+        self.embedding.weight.requires_grad_(kind != "frozen")
+
+    def groups(self, kind: str) -> list[dict[str, Any]]:
+        """Biases apart, as weight decay has it, so that the optimizer's order is not the model's."""
+        parameters = [each for each in self.parameters() if each.requires_grad]
+        if kind != "groups":
+            return [{"params": parameters}]
+        return [{"params": [each for each in parameters if each.ndim == ndim]} for ndim in (1, 2)]
+
+
+@pytest.mark.parametrize(("kind", "without_state"), [
+    ("plain", []), ("groups", []), ("tied", ["model.head.weight"]), ("frozen", ["model.embedding.weight"]),
+])  # fmt: skip
+def test_a_state_that_numbers_its_parameters_is_measured_like_a_named_one(
+    kind: str, without_state: list[str], tmp_path: Path
+) -> None:
+    model = Small(kind)
+    optimizer = torch.optim.AdamW(model.groups(kind))
+    model.head(model.layer(model.embedding(torch.arange(8)))).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    found = measure(tmp_path / "x.pt")
+    assert found.size.parameters == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert found.unmeasured == without_state
+    assert found.per_parameter == {"weights": 4, "masters": 0, "moments": 8}
+    assert [convention.name for convention in found.matches] == ["fp32-adam", "fsdp-mixed"]
+
+
 def test_weights_alone_and_other_optimizers_match_nothing(tmp_path: Path) -> None:
     content = state()
     alone = measure(save(tmp_path / "weights", {"model": content["model"]}))
@@ -297,6 +334,23 @@ def test_hugging_face_configs_count_what_transformers_builds(name: str, tmp_path
     assert size.blocks[0].parameters == block
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 4, 5, 16])
+def test_stacked_experts_are_shared_as_transformers_5_has_them(ranks: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIGS["mixtral"]))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if not any(parameter.ndim == 3 for parameter in model.parameters()):
+        pytest.skip("this transformers has no stacked experts")
+    # torch.chunk is what FSDP splits with.
+    share = sum(parameter.chunk(ranks)[0].numel() for parameter in model.parameters())
+    size = read_config(tmp_path)
+    assert (size.stacked_share(ranks) or size.largest_share(ranks)) == share
+    assert (size.stacked_share(ranks) is None) == (ranks == 1)
+    assert size.stacked is not None and size.stacked.parameters == size.parameters
+
+
 def test_published_counts(tmp_path: Path) -> None:
     """Llama 3 70B and Mixtral 8x7B, as their model cards give them."""
     path = tmp_path / "config.json"
@@ -325,10 +379,13 @@ def test_published_counts(tmp_path: Path) -> None:
     ("config.json", {**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: not usable"),
     ("config.json", {**LLAMA, "num_hidden_layers": 10**13}, "at most"),
     ("config.json", {**LLAMA, "hidden_size": 66}, "hidden_size: does not divide evenly"),
+    ("config.json", {**LLAMA, "num_key_value_heads": 3}, "num_attention_heads: does not divide evenly"),
+    ("config.json", {**LLAMA, "model_type": "mixtral", "num_local_experts": 70_000}, "at most 65,536"),
     ("config.json", {**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings: not usable: expected true or false"),
     ("config.json", [LLAMA], "not a configuration: expected keys and values, found list"),
     ("run.yaml", {"model": {"layers": 2}}, "model.vocabulary, model.width, model.heads missing"),
     ("run.yaml", {"model": {"vocabulary": 9, "layers": 2, "width": 30, "heads": 4}}, "model.width: does not divide"),
+    ("run.yaml", {"model": {"vocabulary": 9, "layers": 2, "width": 32, "heads": 4, "experts": 8}}, "found experts"),
     ("run.yaml", {"train": {"steps": 4}}, "model_type missing"),
 ])  # fmt: skip
 def test_configs_that_do_not_do(name: str, content: object, said: str, tmp_path: Path) -> None:
@@ -337,7 +394,31 @@ def test_configs_that_do_not_do(name: str, content: object, said: str, tmp_path:
     with pytest.raises(UsageError) as caught:
         read_config(path)
     line = str(caught.value)
-    assert said in line and str(path) in line and "\n" not in line
+    assert said in line and str(path) in line and "--params" in line and "\n" not in line
+
+
+def test_all_settings_of_our_model_are_known(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from model import ModelConfig
+    finally:
+        sys.path.pop(0)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"model": dataclasses.asdict(ModelConfig(vocabulary=50, layers=2, width=32, heads=4,
+                                                                            max_length=16))}))  # fmt: skip
+    assert read_config(path).blocks[0].copies == 2
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "large.json").touch()
+    os.truncate(tmp_path / "large.json", 10**10)
+    cases = {tmp_path: "found no file", tmp_path / "config.json": "found no file", Path("/dev/zero"): "found no file",
+             tmp_path / "large.json": "found 10000000000 bytes", Path("~no-such-user/x"): "cannot be read",
+             tmp_path / ("x" * 5000): "File name too long"}  # fmt: skip
+    for path, said in cases.items():
+        with pytest.raises(UsageError, match=said):
+            read_config(path)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,8 +27,16 @@ from reshard.train.learning_rate import (
 from reshard.train.resume.matching import Faults
 from reshard.train.resume.report import LoadReport, named
 from reshard.train.resume.source import Run, Source
-from reshard.train.rewarmup import Rewarmup, inner_scheduler, inner_state, is_climbing, with_inner_state
-from reshard.train.state import SCHEDULER
+from reshard.train.rewarmup import (
+    Rewarmup,
+    climb_rates,
+    inner_scheduler,
+    inner_state,
+    is_climbing,
+    with_climb,
+    with_inner_state,
+)
+from reshard.train.state import OPTIMIZER, SCHEDULER
 
 RATE_KEYS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
 PER_GROUP_KEYS = (*RATE_KEYS, "lr_lambdas")
@@ -76,6 +85,8 @@ def check_schedulers(
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and not keep_live:
             kind = type(scheduler).__name__
             _check_kind(f"{SCHEDULER}.{name}", state, scheduler.state_dict(), kind, faults, report)
+        if not source.has(OPTIMIZER):
+            _check_group_count(f"{SCHEDULER}.{name}", state, own_groups(run, scheduler), faults)
         if counts_ranks:
             _check_countable(f"{SCHEDULER}.{name}", state, source.manifest.world.ranks, faults)
         else:
@@ -133,6 +144,19 @@ def _shown(value: Json) -> str:
 
 def _public(state: Mapping[str, Any]) -> set[str]:
     return {key for key in state if not key.startswith("_")} - VERSION_DEPENDENT
+
+
+def _check_group_count(
+    where: str, state: Mapping[str, Json], own: tuple[str, list[int]] | None, faults: Faults
+) -> None:
+    """Where the checkpoint has the optimizer, its groups say which rate is whose; else they have to be as many."""
+    rates = state.get("_last_lr")
+    if own is not None and isinstance(rates, list) and len(rates) != len(own[1]):
+        faults.add(
+            f"{where}: a schedule of another number of parameter groups: expected {len(rates)}, as saved, "
+            f"found {len(own[1])}",
+            "build the optimizer with the groups that it was saved with, for it is not there to tell them apart",
+        )
 
 
 def _check_countable(where: str, state: Mapping[str, Json], saved_ranks: int, faults: Faults) -> None:
@@ -195,11 +219,13 @@ def fitted(
             places = [_place(saved_groups, partners[number]) for number in live_groups]
             if places != list(range(len(saved_groups))):
                 saved = _regrouped(saved, scheduler.state_dict(), places, len(saved_groups))
+                whole = with_climb(whole, _regrouped_climb(whole, scheduler, places))
         if rescales is not None:
             whole = scaled_schedule(with_inner_state(whole, saved), [rescales[number] for number in live_groups])
             saved = inner_state(whole)
     if counts_ranks and source.manifest is not None:
         saved = _recounted(saved, scheduler.state_dict(), source.manifest.world.ranks, run.ranks.size)
+        whole = with_climb(whole, per_step=Fraction(run.ranks.size, source.manifest.world.ranks))
     elif keep_live:
         saved = _recounted(saved, scheduler.state_dict(), 1, 1)
     return with_inner_state(whole, saved) if isinstance(run.state.schedulers[name], Rewarmup) else saved
@@ -239,6 +265,15 @@ def _regrouped(saved: Any, live: Any, places: Sequence[int | None], saved_count:
         else _regrouped(value, own.get(key), places, saved_count)
         for key, value in saved.items()
     }
+
+
+def _regrouped_climb(state: Any, scheduler: Any, places: Sequence[int | None]) -> list[float] | None:
+    """The rates below a climb in the order of the live groups; a group that is new has its own."""
+    rates = climb_rates(state)
+    if rates is None:
+        return None
+    live = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    return [rates[place] if place is not None else live[number] for number, place in enumerate(places)]
 
 
 def _recounted(saved: Any, live: Any, saved_ranks: int, ranks: int) -> Any:

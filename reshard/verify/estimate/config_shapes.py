@@ -2,15 +2,17 @@
 
 Two kinds are read: the ``config.json`` of a causal language model of Hugging Face whose blocks are those of Llama, and
 the ``model:`` section of a YAML file for scripts/train_fsdp.py. The count has to be exact, so a model type that is not
-in the table is refused rather than guessed at. Experts count as matrices of their own, as in the files of Hugging Face.
+in the table is refused rather than guessed at. Experts count as matrices of their own, as in the files of Hugging Face;
+what a rank has at most where they are not, as in a model of transformers 5, is told besides.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,8 @@ from reshard.verify.estimate.model_size import ModelSize, Shape, Unit
 
 _HINT = "give the number of parameters with --params"
 _MOST = 10**12
+_MOST_BYTES = 10_000_000
+_MOST_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ _FAMILIES = {
 }  # fmt: skip
 _HF_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
 _OUR_KEYS = ("vocabulary", "layers", "width", "heads")
+_OUR_OPTIONS = ("kv_heads", "hidden", "tied_head", "max_length", "dropout", "rope_base", "norm_eps")
 
 
 def read_config(path: Path) -> ModelSize:
@@ -62,9 +67,7 @@ def read_config(path: Path) -> ModelSize:
     Raises:
         UsageError: it cannot be read, lacks something, or describes a model that is not known.
     """
-    path = path.expanduser()
-    if path.is_dir():
-        path = path / "config.json"
+    path = _located(path)
     content = _read(path)
     section = content.get("model")
     if isinstance(section, Mapping):
@@ -83,14 +86,14 @@ class _Config:
         if missing:
             raise UsageError(f"{', '.join(missing)} missing", path=self.path, hint=f"add what is missing, or {_HINT}")
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, most: int = _MOST) -> int:
         value = self.content.get(key)
         if value is None and default is not None:
             return default
         if type(value) is not int or value < 1:
             self._refuse(key, "a whole number above 0", value)
-        if value > _MOST:
-            self._refuse(key, f"at most {_MOST:,}", value)
+        if value > most:
+            self._refuse(key, f"at most {most:,}", value)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -102,7 +105,35 @@ class _Config:
         return value
 
     def _refuse(self, key: str, expected: str, value: object) -> NoReturn:
-        raise UsageError("not usable", path=self.path, key=f"{self.prefix}{key}", expected=expected, found=repr(value))
+        raise UsageError(
+            "not usable",
+            path=self.path,
+            key=f"{self.prefix}{key}",
+            expected=expected,
+            found=repr(value),
+            hint=f"correct it, or {_HINT}",
+        )
+
+
+def _located(path: Path) -> Path:
+    """The file itself, which is one that ends."""
+    try:
+        path = path.expanduser()
+        if path.is_dir():
+            path = path / "config.json"
+        status = path.stat()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot be read: {reason}", path=path, hint=f"name a config.json, or {_HINT}") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+        raise UsageError(
+            "not a configuration",
+            path=path,
+            expected=f"a file of up to {_MOST_BYTES} bytes",
+            found=f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no file",
+            hint=f"name a config.json, or {_HINT}",
+        )
+    return path
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -131,6 +162,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _ours(config: _Config) -> ModelSize:
     """As scripts/model.py builds it, with its defaults."""
     config.require(*_OUR_KEYS)
+    if unknown := sorted(map(str, config.content.keys() - {*_OUR_KEYS, *_OUR_OPTIONS})):
+        raise UsageError("no such settings of this model", path=config.path, key="model",
+                         expected=", ".join([*_OUR_KEYS, *_OUR_OPTIONS]), found=", ".join(unknown),
+                         hint=f"delete them, or {_HINT}")  # fmt: skip
     vocabulary, layers, width, heads = (config.count(key) for key in _OUR_KEYS)
     # There, 0 is how to leave them out.
     kv_heads = heads if config.content.get("kv_heads") == 0 else config.count("kv_heads", heads)
@@ -157,7 +192,10 @@ def _hugging_face(config: _Config) -> ModelSize:
     kv_heads = config.count("num_key_value_heads", heads)
     if config.content.get("head_dim") is None:
         _require_multiple(config, "hidden_size", width, "num_attention_heads", heads)
+    _require_multiple(config, "num_attention_heads", heads, "num_key_value_heads", kv_heads)
     head_width = config.count("head_dim", width // heads)
+
+    is_tied = config.flag("tie_word_embeddings", False)
 
     def has(bias: str | bool) -> bool:
         return bias if isinstance(bias, bool) else config.flag(bias, False)
@@ -170,21 +208,23 @@ def _hugging_face(config: _Config) -> ModelSize:
     if family.has_qk_norm:
         block += [(head_width,), (head_width,)]
     if family.has_experts:
-        experts = config.count("num_local_experts")
-        if experts > 1 << 16:
-            raise UsageError("not usable", path=config.path, key="num_local_experts", expected="fewer", found=experts)
-        block += [(experts, width), *(_mlp(width, hidden) * experts)]
-    else:
-        block += _mlp(width, hidden)
+        experts = config.count("num_local_experts", most=_MOST_EXPERTS)
+        block.append((experts, width))
+        whole = _decoder(vocabulary, width, layers, [*block, *_stacked_mlps(experts, width, hidden)], is_tied)
+        return replace(
+            _decoder(vocabulary, width, layers, [*block, *(_mlp(width, hidden) * experts)], is_tied), stacked=whole
+        )
+    block += _mlp(width, hidden)
     if has(family.mlp_bias):
         block += [(hidden,), (hidden,), (width,)]
-    return _decoder(vocabulary, width, layers, block, config.flag("tie_word_embeddings", False))
+    return _decoder(vocabulary, width, layers, block, is_tied)
 
 
 def _require_multiple(config: _Config, key: str, value: int, of: str, divisor: int) -> None:
     if value % divisor:
         raise UsageError("does not divide evenly", path=config.path, key=f"{config.prefix}{key}",
-                         expected=f"a multiple of {of} ({divisor})", found=value)  # fmt: skip
+                         expected=f"a multiple of {of} ({divisor})", found=value,
+                         hint=f"correct it, or {_HINT}")  # fmt: skip
 
 
 def _attention(width: int, heads: int, kv_heads: int, head_width: int) -> list[Shape]:
@@ -196,6 +236,11 @@ def _attention(width: int, heads: int, kv_heads: int, head_width: int) -> list[S
 def _mlp(width: int, hidden: int) -> list[Shape]:
     """Gate, up, down."""
     return [(hidden, width), (hidden, width), (width, hidden)]
+
+
+def _stacked_mlps(experts: int, width: int, hidden: int) -> list[Shape]:
+    """Gate with up, and down, of all experts in one tensor each."""
+    return [(experts, 2 * hidden, width), (experts, width, hidden)]
 
 
 def _decoder(vocabulary: int, width: int, layers: int, block: list[Shape], is_tied: bool) -> ModelSize:

@@ -8,19 +8,22 @@ an optimizer, all weights of floating-point types count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import UsageError
 from reshard.index.dtypes import FLOATS, ITEM_BYTES
 from reshard.index.index import Index
-from reshard.index.kinds import MASTERS, MOMENTS, WEIGHTS, kinds_of
+from reshard.index.kinds import MASTERS, MOMENTS, WEIGHTS, kinds_of, optimizer_place
 from reshard.verify.describe.describe import KindTotal, describe
 from reshard.verify.estimate.conventions import CONVENTIONS, Convention
-from reshard.verify.estimate.model_size import ModelSize
+from reshard.verify.estimate.model_size import ModelSize, Shape
 
 TOLERANCE = 0.01
+_NUMBERED_STATE = re.compile(r"(?:state\.)?(\d{1,9})\.[^.]+")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def measure(path: Path) -> Measured:
             for name, number, kind in _numbered(index)
             if kind == WEIGHTS and index.dtypes[number] in FLOATS
         }
-        measured = {name: number for name, number in weights.items() if name in found.optimizer.by_parameter} or weights
+        measured = _with_state(index, weights, found.optimizer.by_parameter) or weights
         size = ModelSize.of_tensors({name: index.shapes[number] for name, number in measured.items()})
         if not size.parameters:
             raise UsageError("no weights", path=checkpoint.path, hint="name a checkpoint of a model, or use --params")
@@ -99,6 +102,43 @@ def measure(path: Path) -> Measured:
             disk_bytes=found.disk_bytes,
             matches=tuple(_matches(per_parameter, index.files)) if has_two_moments else (),
         )
+
+
+def _with_state(index: Index, weights: Mapping[str, int], owners: Iterable[str]) -> dict[str, int]:
+    """The weights that have optimizer state, by name; where a state has numbers for names, by shape and order.
+
+    `torch.optim.Optimizer.state_dict` numbers the parameters in the order in which the optimizer was given them.
+    """
+    owners = set(owners)
+    if named := {name: number for name, number in weights.items() if name in owners}:
+        return named
+    wanted = _numbered_shapes(index)
+    in_order, left = {}, list(wanted)
+    for name, number in weights.items():
+        if left and tuple(index.shapes[number]) == left[0]:
+            in_order[name] = number
+            del left[0]
+    if not left:
+        return in_order
+    # Groups give the parameters another order than the model's.
+    missing, by_shape = Counter(wanted), {}
+    for name, number in weights.items():
+        shape = tuple(index.shapes[number])
+        if missing[shape]:
+            by_shape[name] = number
+            missing[shape] -= 1
+    return {} if missing.total() else by_shape
+
+
+def _numbered_shapes(index: Index) -> list[Shape]:
+    """The shape of each parameter whose state is kept under a number, ascending."""
+    shapes: dict[tuple[str, int], Shape] = {}
+    for name, number, kind in _numbered(index):
+        place = optimizer_place(name)
+        owner = None if place is None else _NUMBERED_STATE.fullmatch(place[1])
+        if place is not None and owner is not None and kind in (MOMENTS, MASTERS):
+            shapes.setdefault((name.removesuffix(place[1]), int(owner[1])), tuple(index.shapes[number]))
+    return [shapes[at] for at in sorted(shapes)]
 
 
 def _numbered(index: Index) -> Iterator[tuple[str, int, str]]:

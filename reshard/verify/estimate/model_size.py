@@ -38,11 +38,14 @@ class ModelSize:
         parameters: tied ones once.
         blocks: those that are layers; empty where shapes are not known.
         root: parameters outside of these; None where shapes are not known.
+        stacked: the same model with the experts of a layer in one tensor, of which FSDP gives a rank whole ones; None
+            where it has none.
     """
 
     parameters: int
     blocks: tuple[Unit, ...] = ()
     root: Unit | None = None
+    stacked: ModelSize | None = None
 
     @classmethod
     def of_units(cls, blocks: Iterable[Unit], root: Unit) -> ModelSize:
@@ -64,6 +67,11 @@ class ModelSize:
     def has_shapes(self) -> bool:
         """Whether shares are exact; otherwise they are lower bounds."""
         return self.root is not None
+
+    def stacked_share(self, ranks: int) -> int | None:
+        """Parameters of the rank that has the most with stacked experts, where these are others than without."""
+        share = None if self.stacked is None else self.stacked.largest_share(ranks)
+        return share if share is not None and share != self.largest_share(ranks) else None
 
     @property
     def block_parameters(self) -> int | None:

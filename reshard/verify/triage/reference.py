@@ -24,11 +24,13 @@ class Reference:
         losses: by step.
         noise: standard deviation of a single step around the curve.
         resume_step: from where on the runs may drift apart.
+        tail: as of any expectation; hard batches are hard for both runs.
     """
 
     losses: Mapping[int, float]
     noise: float
     resume_step: int
+    tail: float = 1.0
 
     def covers(self, step: int) -> bool:
         """Whether the reference has a step."""

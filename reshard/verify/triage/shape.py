@@ -1,7 +1,8 @@
 """Which shape the loss has after a resume, told from its deviations from where it should have gone on.
 
-A deviation counts where the mean over 1, 4 or 16 neighbours lies further out than `ALARM` standard deviations of such a
-mean. Means over more points find what is smaller, those over fewer what is shorter.
+A deviation counts where a point, the mean of four neighbours or the median of sixteen lies further out than `ALARM`
+standard deviations. What lasts is found by the median, which single hard batches do not move; what is short, by the
+other two. What lies that far out as often as once in two hundred steps before the resume is not counted after it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,18 @@ ALARM = 5.0
 BACK = 3.0
 """Standard deviations beyond which a mean is out, and within which it is back."""
 
-WIDTHS = (1, 4, 16)
+SHORT, LONG = 4, 16
+"""Points in a mean, and in a median."""
+
+_MEDIAN = math.sqrt(math.pi / 2)
+"""Standard deviation of a median, in that of the mean of as many points."""
+
 EARLY_STEPS = 20
 """What begins later after a resume was not caused by what the resume lost, unless it grew slowly."""
 
 FAST_STEPS = 200
 _FEWEST_BACK = 8
+_LONE = 2
 MOST_STEPS = 500
 
 _MOST_NOISE = 3.0
@@ -46,6 +53,10 @@ class Expectation(Protocol):
     @property
     def noise(self) -> float:
         """Standard deviation of a single point around the curve."""
+
+    @property
+    def tail(self) -> float:
+        """How much further out its points lie at times than those of a normal distribution, at least 1."""
 
     def covers(self, step: int) -> bool:
         """Whether it says anything of a step."""
@@ -94,22 +105,21 @@ def classify(steps: Sequence[int], losses: Sequence[float], expectation: Expecta
         resume_step: the last step before them.
     """
     curve = _Curve.of(steps, losses, expectation)
-    sigmas = curve.sigmas
-    onset = _onset(sigmas)
-    name, back = CONTINUOUS, None
-    if onset is not None:
-        back = _back(curve, onset)
-        name = _name(curve, onset, back, resume_step)
-    peak_at = int(np.argmax(np.abs(sigmas[4])))
+    onset = _onset(curve)
+    back = None if onset is None else _back(curve, onset)
+    name = CONTINUOUS if onset is None else _name(curve, onset, back, resume_step)
+    if name == CONTINUOUS:
+        onset = back = None
+    peak_at = _peak(curve, onset, back)
     return Shape(
         name=name,
         onset=None if onset is None else steps[onset],
         back=None if back is None else steps[back],
-        peak=float(np.mean(curve.deviations[peak_at : peak_at + 4])),
-        peak_sigmas=float(sigmas[4][peak_at]),
+        peak=float(np.mean(curve.deviations[peak_at : peak_at + SHORT])),
+        peak_sigmas=float(curve.shorts[peak_at]),
         peak_step=steps[peak_at],
         first=float(curve.deviations[0]),
-        first_sigmas=float(sigmas[1][0]),
+        first_sigmas=float(curve.ones[0]),
         onset_deviation=None if onset is None else float(curve.deviations[onset]),
         seen_steps=steps[-1] - resume_step,
     )
@@ -117,61 +127,95 @@ def classify(steps: Sequence[int], losses: Sequence[float], expectation: Expecta
 
 @dataclass(frozen=True)
 class _Curve:
-    """Deviations by step, and by width the means from each point over so many, in their standard deviations."""
+    """Deviations by step, and from each point on those of one, of the next four and of the next sixteen, in sigmas."""
 
     steps: Sequence[int]
     deviations: Floats
     noise: float
     expectation: Expectation
-    sigmas: dict[int, Floats]
+    ones: Floats
+    shorts: Floats
+    longs: Floats
 
     @classmethod
     def of(cls, steps: Sequence[int], losses: Sequence[float], expectation: Expectation) -> _Curve:
-        deviations: Floats = np.asarray(losses, float) - expectation.expected(steps)
+        deviations = np.asarray(losses, float) - expectation.expected(steps)
+        deviations[np.isnan(deviations)] = math.inf
         noise = min(max(expectation.noise, noise_of(losses)), _MOST_NOISE * expectation.noise)
-        curve = cls(steps, deviations, noise, expectation, {})
-        for width in WIDTHS:
-            curve.sigmas[width] = np.array([curve.mean(at, at + width) for at in range(len(steps))])
+        curve = cls(steps, deviations, noise, expectation, *(np.empty(len(steps)) for _ in range(3)))
+        for at in range(len(steps)):
+            curve.ones[at] = curve.mean(at, at + 1)
+            curve.shorts[at] = curve.mean(at, at + SHORT)
+            curve.longs[at] = curve.median(at, at + LONG)
         return curve
 
-    def mean(self, begin: int, end: int | None = None) -> float:
-        """Of the deviations, in its standard deviations; infinite where one is no number."""
-        mean = float(np.mean(self.deviations[begin:end]))
-        return (
-            mean / self.expectation.uncertainty(self.steps[begin:end], self.noise) if math.isfinite(mean) else math.inf
+    def mean(self, begin: int, end: int) -> float:
+        """Of the deviations, in its standard deviations."""
+        return float(np.mean(self.deviations[begin:end])) / self.expectation.uncertainty(
+            self.steps[begin:end], self.noise
         )
 
+    def median(self, begin: int, end: int | None = None) -> float:
+        """Likewise."""
+        sigma = self.expectation.uncertainty(self.steps[begin:end], _MEDIAN * self.noise)
+        return float(np.median(self.deviations[begin:end])) / sigma
 
-def _onset(sigmas: dict[int, Floats]) -> int | None:
-    """The first point that is out by itself, of the first window that is out."""
-    firing = [(int(out[0]), width) for width in WIDTHS if len(out := np.flatnonzero(np.abs(sigmas[width]) > ALARM))]
+    def is_below(self, at: int) -> bool:
+        """Whether the loss that is out from a point on is too low."""
+        return bool(self.longs[at] <= 0 and self.ones[at] <= ALARM)
+
+
+def _onset(curve: _Curve) -> int | None:
+    """The first point that is out by itself, of the first few that are out together."""
+    short = ALARM * curve.expectation.tail
+    kinds = ((curve.ones, 1, short), (curve.shorts, SHORT, short), (curve.longs, LONG, ALARM))
+    firing = [
+        (int(out[0]), width, sigmas)
+        for sigmas, width, alarm in kinds
+        if len(out := np.flatnonzero(np.abs(sigmas) > alarm))
+    ]
     if not firing:
         return None
-    at, width = min(firing)
-    sign = math.copysign(1.0, sigmas[width][at])
-    alone = np.flatnonzero(sign * sigmas[1][at : at + width] > BACK)
+    at, width, sigmas = min(firing, key=lambda each: each[:2])
+    alone = np.flatnonzero(math.copysign(1.0, sigmas[at]) * curve.ones[at : at + width] > BACK)
     return at + int(alone[0]) if len(alone) else at
 
 
 def _back(curve: _Curve, onset: int) -> int | None:
-    """The first point from which on both the next sixteen and all that follow are within bounds."""
+    """The first point from which on the next four, the next sixteen and all that follow are within bounds."""
     for at in range(onset + 1, len(curve.steps) - _FEWEST_BACK + 1):
-        if abs(curve.sigmas[16][at]) < BACK and abs(curve.mean(at)) < BACK:
+        if max(abs(curve.shorts[at]), abs(curve.longs[at])) < BACK and abs(curve.median(at)) < BACK:
             return at
     return None
 
 
 def _name(curve: _Curve, onset: int, back: int | None, resume_step: int) -> str:
     is_early = curve.steps[onset] - resume_step <= EARLY_STEPS
-    if curve.sigmas[16][onset] <= 0 and curve.sigmas[1][onset] <= ALARM:
+    if curve.is_below(onset):
         return LOW if is_early else CONTINUOUS
-    if not is_early and _is_sudden(curve, onset):
+    if is_early and not _is_lone(curve, onset, back):
+        return SPIKE if back is not None and curve.steps[back] - resume_step <= FAST_STEPS else PERSISTENT
+    if _is_sudden(curve, onset):
         return MID_RUN
-    return SPIKE if is_early and back is not None and curve.steps[back] - resume_step <= FAST_STEPS else PERSISTENT
+    # What grew slowly and went away again was no fault.
+    return PERSISTENT if back is None else CONTINUOUS
 
 
 def _is_sudden(curve: _Curve, onset: int) -> bool:
     """Whether the loss rises there by more than it varies, and not because it had been drifting up to there."""
-    before, after = curve.deviations[max(0, onset - 16) : onset], curve.deviations[onset : onset + 4]
+    before, after = curve.deviations[max(0, onset - LONG) : onset], curve.deviations[onset : onset + SHORT]
     rise = float(after.mean() - before.mean()) if len(before) else math.inf
     return not rise <= ALARM * curve.noise * math.sqrt(1 / max(1, len(before)) + 1 / len(after))
+
+
+def _is_lone(curve: _Curve, onset: int, back: int | None) -> bool:
+    """Whether it is a point or two, and not the first: a hard batch, for what is lost is not found again at once."""
+    return onset > 0 and back is not None and back - onset <= _LONE
+
+
+def _peak(curve: _Curve, onset: int | None, back: int | None) -> int:
+    """Where the mean of four is furthest out, between onset and return, on the side of the onset."""
+    if onset is None:
+        return int(np.argmax(np.abs(curve.shorts)))
+    sign = -1.0 if curve.is_below(onset) else 1.0
+    return onset + int(np.argmax(sign * curve.shorts[onset:back]))

@@ -4,6 +4,9 @@ Over an octave or two of steps a loss curve is nearly straight in log(step), wha
 with Huber's weights, so that spikes in the history do not bend it. What its formula says of the error of the line
 assumes that the curve is one; how much larger the errors are in fact is measured, by predicting parts of the history
 from what lies before them. Of windows of several lengths, the one is taken by which the next points are known best.
+
+How the curve bends beyond the history, no history shows. A power law, loss = a + b step^-c, has a slope in log(step)
+that changes by its c-fold in each unit of it, and nothing is known of c but that it is mostly below `BEND`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ Floats = npt.NDArray[np.float64]
 FEWEST = 12
 """Points below which no line is fitted."""
 
+BEND = 0.5
+"""Usual exponent of a loss curve, at most; larger ones are those of curves that are nearly flat already."""
+
 _MOST = 1000
 _SPANS = (4.0, 2.0, 1.5)
 """Last step of a window, in units of its first."""
@@ -31,7 +37,16 @@ _AHEAD = (16, 64)
 
 _HUBER = 1.345
 _TO_SIGMA = 1.4826
-_ROUNDS = 20
+_ROUNDS = 10
+_LEAST_NOISE = 5e-4
+"""Share of the loss below which a deviation is of no concern, however smooth the curve."""
+
+_CLIPPED = 3.0
+_MOST_CORRELATION = 0.95
+_TAIL = 0.995
+_NORMAL_TAIL = 2.807
+"""What so large a share of a normal distribution's absolute values lies below, in standard deviations."""
+
 _MOST_INFLATION = 10.0
 _BACKTEST_LENGTHS = (1, 4, 16, 64)
 
@@ -43,11 +58,15 @@ class Trend:
     Args:
         noise: standard deviation of a single point around it.
         inflation: how much larger the errors of the line are than its formula says, at least 1.
+        tail: how much further out its points lie at times than those of a normal distribution, at least 1.
+        memory: variance of a mean of many points, in that of independent ones, at least 1; smoothed losses have one.
         first_step, last_step: the history that it was fitted to.
     """
 
     noise: float
     inflation: float
+    tail: float
+    memory: float
     first_step: int
     last_step: int
     _coefficients: Floats
@@ -70,9 +89,11 @@ class Trend:
             noise: of a single point, where it is not that of the history.
         """
         middle = _design(np.asarray(steps, float)).mean(axis=0)
-        of_points = (noise or self.noise) ** 2 / len(steps)
+        of_points = (noise or self.noise) ** 2 * min(1.0, self.memory / len(steps))
         of_line = float(middle @ self._covariance @ middle) * self.noise**2
-        return math.sqrt(of_points + self.inflation**2 * of_line)
+        beyond = np.log(np.maximum(np.asarray(steps, float) / self.last_step, 1.0))
+        of_bend = BEND / 2 * float(self._coefficients[1] * (beyond**2).mean())
+        return math.sqrt(of_points + self.inflation**2 * of_line + of_bend**2)
 
 
 def fit_trend(steps: Sequence[int], losses: Sequence[float]) -> Trend:
@@ -100,9 +121,12 @@ def fit_trend(steps: Sequence[int], losses: Sequence[float]) -> Trend:
 def _trend(steps: Floats, losses: Floats, span: float) -> Trend:
     begin = _begin(steps, len(steps), span)
     fitted = _Fit.of(steps[begin:], losses[begin:])
+    residuals = losses[begin:] - _design(steps[begin:]) @ fitted.coefficients
     return Trend(
         noise=fitted.noise,
         inflation=_inflation(steps, losses, span),
+        tail=_tail(residuals, fitted.noise),
+        memory=_memory(residuals, fitted.noise),
         first_step=int(steps[begin]),
         last_step=int(steps[-1]),
         _coefficients=fitted.coefficients,
@@ -119,10 +143,25 @@ def spread(values: Floats) -> float:
     return _TO_SIGMA * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
 
 
-def noise_of(losses: Sequence[float]) -> float:
+def noise_of(losses: Sequence[float] | Floats) -> float:
     """Standard deviation of a single point, by the differences between neighbours: no trend disturbs them."""
-    finite = np.array([loss for loss in losses if math.isfinite(loss)])
+    values = np.asarray(losses, float)
+    finite = values[np.isfinite(values)]
     return spread(np.diff(finite)) / math.sqrt(2) if len(finite) > 1 else 0.0
+
+
+def _tail(residuals: Floats, noise: float) -> float:
+    return max(1.0, float(np.quantile(np.abs(residuals), _TAIL)) / (noise * _NORMAL_TAIL))
+
+
+def _memory(residuals: Floats, noise: float) -> float:
+    """By the correlation of neighbours, where there are enough of them to show one."""
+    bounded = np.clip(residuals / noise, -_CLIPPED, _CLIPPED)
+    correlation = float(np.mean(bounded[1:] * bounded[:-1]) / np.mean(bounded**2)) if np.any(bounded) else 0.0
+    if correlation < 2 / math.sqrt(len(residuals)):
+        return 1.0
+    correlation = min(correlation, _MOST_CORRELATION)
+    return (1 + correlation) / (1 - correlation)
 
 
 @dataclass(frozen=True)
@@ -139,7 +178,7 @@ class _Fit:
             weighted = design * weights[:, None]
             coefficients: Floats = np.linalg.lstsq(weighted.T @ design, weighted.T @ losses, rcond=None)[0]
             residuals = losses - design @ coefficients
-            noise = max(spread(residuals), 1e-12 * max(1.0, float(np.abs(losses).max())))
+            noise = max(spread(residuals), noise_of(losses), _LEAST_NOISE * float(np.median(np.abs(losses))), 1e-300)
             weights = np.minimum(1.0, _HUBER * noise / np.maximum(np.abs(residuals), 1e-300))
         covariance: Floats = np.linalg.pinv(design.T @ (design * weights[:, None]))
         return cls(coefficients, covariance, noise)
@@ -152,7 +191,7 @@ def _design(steps: Floats) -> Floats:
 def _begin(steps: Floats, end: int, span: float) -> int:
     """The first point of the window that ends before `end`."""
     first = int(np.searchsorted(steps, steps[end - 1] / span))
-    return min(max(first, end - _MOST), max(0, end - FEWEST))
+    return min(max(first, end - _MOST), max(0, end - 2 * FEWEST))
 
 
 def _inflation(steps: Floats, losses: Floats, span: float) -> float:
