@@ -113,9 +113,14 @@ def test_what_the_run_had_not_is_told_from_what_is_missing(run: Path, tmp_path: 
     edit_manifest(folder, data=lambda _: False)
     assert parts(describe(folder))["data"] == MISSING
     small = Small(parts={"scaler": None, "scheduler": None})
-    reshard.save_state(tmp_path / "plain", small.state)
-    found = parts(describe(tmp_path / "plain"))
-    assert (found["scaler"], found["scheduler"], found["optimizer"]) == (NONE, NONE, MISSING)
+    plain = reshard.save_state(tmp_path / "plain", small.state)
+    found = parts(describe(plain))
+    # Nothing was trained, so there were no moments either.
+    assert (found["scaler"], found["scheduler"], found["optimizer"]) == (NONE, NONE, NONE)
+    edit_manifest(
+        tmp_path / "plain", optimizers=lambda all: {name: {**each, "with_state": 4} for name, each in all.items()}
+    )
+    assert parts(describe(plain))["optimizer"] == MISSING
 
 
 def test_random_states_of_fewer_ranks_than_were_saved(run: Path, tmp_path: Path) -> None:
@@ -250,3 +255,15 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
 
 def test_nothing_is_read_but_what_describes_it(copy: Path) -> None:
     assert describe(copy).checkpoint.files.bytes_read == 0
+
+
+def test_an_optimizer_that_keeps_no_state_lacks_none(tmp_path: Path) -> None:
+    """Plain SGD."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    folder = reshard.save_state(tmp_path, reshard.TrainState(model, optimizer))
+    found = parts(describe(folder))
+    assert (found["optimizer"], found["step counters"]) == (NONE, NONE)
+    assert describe(folder).faults == []

@@ -167,8 +167,8 @@ def _optimizer(checkpoint: Checkpoint, manifest: Manifest | None, state: Optimiz
         detail = f"state of {_count(have, 'parameter')} by number, which does not say whose it is"
         return Part("optimizer", PRESENT, detail, is_restored=False)
     if not have:
-        if manifest is not None and manifest.parts.get("optimizer") == "none":
-            return Part("optimizer", NONE, "")
+        if manifest is not None and _had_no_state(manifest):
+            return Part("optimizer", NONE, "it had no state when it was saved" if manifest.optimizers else "")
         return Part("optimizer", MISSING, "no state of any parameter: moments would start from zero")
     total = have + len(state.without)
     detail = f"state of {have} of {_count(total, 'weight')}"
@@ -177,6 +177,12 @@ def _optimizer(checkpoint: Checkpoint, manifest: Manifest | None, state: Optimiz
     if state.without:
         detail += f"; none for {_some(state.without)}: frozen, unused, tied or a buffer"
     return Part("optimizer", PRESENT, f"{detail}; {_groups(checkpoint)}")
+
+
+def _had_no_state(manifest: Manifest) -> bool:
+    """No optimizer, or one such as plain SGD, which keeps nothing."""
+    counts = _recorded(manifest.optimizers)
+    return manifest.parts.get("optimizer") == "none" or (counts is not None and counts[0] == 0)
 
 
 def _recorded(optimizers: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -206,7 +212,7 @@ def _counters(manifest: Manifest | None, state: OptimizerState) -> Part:
         return Part("step counters", PRESENT, f"of {_count(counted, 'parameter')}")
     if any("exp_avg" in names for names in state.by_parameter.values()):
         return Part("step counters", MISSING, "Adam's bias correction would start anew")
-    if state.by_parameter or (manifest is not None and manifest.parts.get("optimizer") == "none"):
+    if state.by_parameter or (manifest is not None and _had_no_state(manifest)):
         return Part("step counters", NONE, "this optimizer keeps none" if state.by_parameter else "")
     return Part("step counters", MISSING, "")
 

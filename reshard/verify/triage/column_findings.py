@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -30,16 +29,17 @@ _FEW = 32
 """Rows on either side from which a usual value is taken."""
 
 
-def examine_columns(before: Rows, after: Rows, reference: Rows = ()) -> Evidence:
+def examine_columns(before: Rows, after: Rows, reference: Rows = (), *, rate_is_saved: bool = False) -> Evidence:
     """Looks at learning rate, loss scale, samples and batch on both sides of a resume.
 
     Args:
         before: rows up to the resume, ascending; may be empty.
         after: those past it, one at least.
         reference: rows of a run that lost nothing.
+        rate_is_saved: whether the first learning rate is known to be the one that was saved.
     """
     said = Evidence()
-    _rates(said, before, after, reference)
+    _rates(said, before, after, reference, rate_is_saved)
     _scale(said, before, after)
     _position(said, before, after)
     _batch(said, before, after)
@@ -59,8 +59,15 @@ def rate_break(rows: Rows, reference: Rows, first_step: int, last_step: int) -> 
     return min(breaks, key=lambda each: each.step, default=None)
 
 
-def rate_finding(found: Break, resume_step: int | None = None) -> Finding:
-    """A break in words; of one that comes with a resume, the schedule may be what was lost."""
+def rate_finding(found: Break, *, at_resume: bool, is_known: bool) -> Finding:
+    """A break in words.
+
+    Args:
+        found: the break.
+        at_resume: whether it comes with a resume, where the schedule itself may have been lost.
+        is_known: whether the expected rate is a reference's. Else the schedule may have a jump of its own there, and
+            one that goes down is no alarm: many do, at the ends of epochs, where many runs save.
+    """
     change = (
         f"learning rate {found.before:.4g} -> {found.found:.4g} at step {found.step}, expected {found.expected:.4g}"
     )
@@ -73,20 +80,24 @@ def rate_finding(found: Break, resume_step: int | None = None) -> Finding:
     if found.kind == AHEAD:
         told = f"{change}; from there on it has the rates that the reference has from step {found.other_step} on"
         return Finding(SCHEDULE, CERTAIN, (told,))
-    if found.kind == ELSEWHERE and resume_step is not None:
-        return Finding(SCHEDULE, CERTAIN, (f"{change}; it goes on from there at another slope",))
-    factor = found.found / found.expected if found.expected else math.inf
-    return Finding(RATE, CERTAIN, (f"{change}: {factor:.4g} times as much",))
+    confidence = CERTAIN if is_known else LIKELY if found.found > found.expected else POSSIBLE
+    asked = "" if is_known else "; a schedule may have such a step: --checkpoint or --reference tell"
+    if found.kind == ELSEWHERE and at_resume:
+        return Finding(SCHEDULE, confidence, (f"{change}; it goes on from there at another slope{asked}",))
+    factor = f"{found.found / found.expected:.4g} times as much" if found.expected else "where it had been 0"
+    return Finding(RATE, confidence, (f"{change}, {factor}{asked}",))
 
 
-def _rates(said: Evidence, before: Rows, after: Rows, reference: Rows) -> None:
+def _rates(said: Evidence, before: Rows, after: Rows, reference: Rows, is_saved: bool) -> None:
     if not any(row.lr for row in after):
         said.silent.append("learning rate")
         return
     resume_step = before[-1].step if before else after[0].step - 1
-    found = rate_break([*before, *after], reference, resume_step + 1, resume_step + EARLY_STEPS)
+    first = after[0].step + 1 if is_saved else resume_step + 1
+    found = rate_break([*before, *after], reference, first, max(resume_step + EARLY_STEPS, after[0].step))
     if found is not None:
-        said.findings.append(rate_finding(found, resume_step))
+        is_known = any(row.step == found.step for row in reference)
+        said.findings.append(rate_finding(found, at_resume=True, is_known=is_known))
     elif (before and before[-1].lr) or reference:
         said.in_order[SCHEDULE] = f"learning rate {after[0].lr[0]:.4g} at step {after[0].step}, as scheduled"
 

@@ -127,10 +127,10 @@ def diagnose(
         )
     compared, expectation = _expectation(before, after, reference, resume_step)
     shape = classify([row.step for row in compared], [row.loss for row in compared], expectation, resume_step)
-    columns = examine_columns(before, after, reference)
+    held = Evidence() if checkpoint is None else examine_checkpoint(checkpoint, after)
+    columns = examine_columns(before, after, reference, rate_is_saved=SCHEDULE in held.in_order)
     if shape.name == MID_RUN and (found := _rate_break_at(shape, rows, reference)) is not None:
         columns.findings.append(found)
-    held = Evidence() if checkpoint is None else examine_checkpoint(checkpoint, after)
     findings = merge([*_findings(shape, before, after, columns, held), *_restorable(columns, checkpoint)])
     run = None if checkpoint is None else checkpoint.checkpoint.path
     return_to = where_to_return(shape, findings, run, resume_step)
@@ -169,7 +169,10 @@ def _rate_break_at(shape: Shape, rows: Rows, reference: Rows) -> Finding | None:
     """A learning rate that left its schedule shortly before a spike did."""
     assert shape.onset is not None
     found = rate_break(rows, reference, shape.onset - EARLY_STEPS, shape.onset)
-    return None if found is None else rate_finding(found)
+    if found is None:
+        return None
+    is_known = any(row.step == found.step for row in reference)
+    return rate_finding(found, at_resume=False, is_known=is_known)
 
 
 def _findings(shape: Shape, before: Rows, after: Rows, columns: Evidence, held: Evidence) -> Iterator[Finding]:

@@ -1,22 +1,27 @@
 """Where a learning rate leaves its schedule, and where it goes from there.
 
-Nothing is known of the schedule but the rates that the trace has: smooth but for a kink now and then, so that each
-follows from the two before it up to the schedule's curvature, which is measured.
+Nothing is known of the schedule but the rates that the trace has. They are smooth, so that each follows from the two
+before it up to the schedule's curvature, which is measured; but for a kink now and then, such as the end of a warm-up,
+where the rate moves no further than it does before or behind it. What is left are jumps.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 RETURNED, REPEATED, AHEAD, SCALED, ELSEWHERE = "returned", "repeated", "ahead", "scaled", "elsewhere"
 
-_CURVATURE_POINTS = 20
+_CURVATURE_POINTS = 8
 _CURVATURE_FACTOR = 4.0
 _LEAST_CHANGE = 1e-3
 """Relative changes below it are no break."""
 
+_KINK_POINTS = 6
+_KINK_FACTOR = 3.0
 _EQUAL = 1e-6
 _COMPARED = 8
 _RETURN_POINTS = 10
@@ -65,9 +70,12 @@ def find_break(points: Points, first_step: int, last_step: int, reference: Point
             continue
         else:
             expected, tolerance = _extrapolated(points, at, step), _tolerance(points, at)
-        if not abs(found - expected) <= tolerance:
-            kind, other = _kind(points, at, reference)
-            return Break(step, points[at - 1][1], found, expected, kind, other)
+        if abs(found - expected) <= tolerance:
+            continue
+        kind, other = _kind(points, at, reference)
+        if kind in (SCALED, ELSEWHERE) and step not in known and _is_kink(points, at):
+            continue
+        return Break(step, points[at - 1][1], found, expected, kind, other)
     return None
 
 
@@ -85,20 +93,29 @@ def _tolerance(points: Points, at: int) -> float:
     return _CURVATURE_FACTOR * max(errors, default=0.0) + _LEAST_CHANGE * abs(points[at - 1][1])
 
 
+def _is_kink(points: Points, at: int) -> bool:
+    """Whether the rate moves no further to this point than it usually does before it or behind it."""
+    sides = (points[max(0, at - _KINK_POINTS) : at], points[at : at + _KINK_POINTS])
+    changes = [[abs(new - old) for (_, old), (_, new) in pairwise(side)] for side in sides]
+    usual = max(statistics.median(each) if each else 0.0 for each in changes)
+    return abs(points[at][1] - points[at - 1][1]) <= _KINK_FACTOR * usual
+
+
 def _kind(points: Points, at: int, reference: Points) -> tuple[str, int | None]:
-    for later in range(at + 1, min(at + _RETURN_POINTS, len(points))):
-        step, rate = points[later]
-        gap = step - points[at - 1][0]
-        known = dict(reference).get(step)
-        expected = _extrapolated(points, at, step) if known is None else known
-        tolerance = _tolerance(points, at) * gap if known is None else _EQUAL * abs(known)
-        if abs(rate - expected) <= tolerance:
-            return RETURNED, step
     after = [rate for _, rate in points[at : at + _COMPARED]]
     if (place := _place(after, points[:at])) is not None:
         return REPEATED, place
     if (place := _place(after, reference)) is not None:
         return AHEAD if place > points[at][0] else REPEATED, place
+    known = dict(reference)
+    for later in range(at + 1, min(at + _RETURN_POINTS, len(points))):
+        step, rate = points[later]
+        if step in known:
+            expected, tolerance = known[step], _EQUAL * abs(known[step])
+        else:
+            expected, tolerance = _extrapolated(points, at, step), _tolerance(points, at) * (later - at + 1)
+        if abs(rate - expected) <= tolerance:
+            return RETURNED, step
     return (SCALED if _is_scaled(points, at) else ELSEWHERE), None
 
 

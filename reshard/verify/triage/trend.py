@@ -209,7 +209,7 @@ def _inflation(steps: Floats, losses: Floats, span: float) -> float:
 def _prediction_errors(steps: Floats, losses: Floats, span: float) -> Iterator[tuple[float, float, float]]:
     """Errors of means that follow a part of the history, and the variances expected of their points and of the line."""
     first = _begin(steps, len(steps), span)
-    for end in np.unique(np.linspace(2 * FEWEST, len(steps), 40).astype(int)):
+    for end in np.unique(np.linspace(min(2 * FEWEST, len(steps)), len(steps), 40).astype(int)):
         begin = _begin(steps, end, span)
         # The first steps of a run fall steeply, which says nothing of how well the end is predicted.
         if 2 * begin < first:
