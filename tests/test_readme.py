@@ -41,6 +41,10 @@ SUBMIT = "reshard slurm submit --config slurm/run.yaml"
 COMPARE = (
     "reshard compare-traces runs/quickstart/reference/trace.jsonl runs/quickstart/resumed/trace.jsonl --plot loss.png"
 )
+TRIAGE = (
+    "reshard triage runs/quickstart/resumed/trace.jsonl --resume-step 40"
+    " --checkpoint runs/quickstart/resumed/checkpoints"
+)
 
 
 def environment() -> dict[str, str]:
@@ -79,6 +83,7 @@ def test_no_command_goes_untested() -> None:
         CHECK,
         DIFF,
         COMPARE,
+        TRIAGE,
         PROVE,
         BATCH_CONFIG,
         ESTIMATE,
@@ -113,6 +118,11 @@ def test_the_quickstart_and_the_comparison(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "the traces agree (epsilon 0)" in result.stdout and "the traces agree (epsilon 0)" in shown
     assert (tmp_path / "loss.png").exists()
+
+    result = run(TRIAGE.replace("runs/quickstart", str(tmp_path / "quickstart")))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.startswith("continuous: up to step 60 the loss goes on as expected")
+    assert "12 samples a step before, 12 after (ranks 2 -> 3, accumulation 6 -> 4)" in result.stdout
 
 
 def test_the_proof_prints_what_the_readme_shows(tmp_path: Path) -> None:

@@ -156,8 +156,8 @@ def test_public_names_are_frozen() -> None:
         "Checkpointer",
         "ElasticSampler",
         "LoadReport",
-        "ReshardError",
         "RecoveryMonitor",
+        "ReshardError",
         "Rewarmup",
         "SeededDataset",
         "SlotStreams",
@@ -286,6 +286,17 @@ def test_the_command_line_is_frozen() -> None:
             "--poll-s",
             "--ranks",
             "--run",
+        ],
+        "triage": [
+            "--checkpoint",
+            "--column",
+            "--debug",
+            "--force",
+            "--help",
+            "--json",
+            "--plot",
+            "--reference",
+            "--resume-step",
         ],
     }
 

@@ -146,12 +146,14 @@ def _kinds(found: Description) -> list[str]:
 
 
 def _needs(found: Description) -> Iterator[str]:
-    from reshard.verify.describe.checklist import MISSING, allowed_missing, title
+    from reshard.verify.describe.checklist import ADAPTER, MISSING, allowed_missing, holds_alone, title
 
     yield "to resume"
     first, *others = found.parts
     if all(part.status == MISSING for part in others):
-        yield from table([[title(first), first.status, f"{first.detail}, and nothing else"]])
+        is_adapter = holds_alone(found.checkpoint, found.parts) == ADAPTER
+        told = f"{first.detail}, and nothing else" + (f": {ADAPTER}, not a state to resume from" if is_adapter else "")
+        yield from table([[title(first), first.status, told]])
     else:
         yield from table([[title(part), part.status, part.detail] for part in found.parts])
         if missing := allowed_missing(found.parts):

@@ -9,6 +9,8 @@ from pathlib import Path
 from reshard.cli.output import print_json, print_text
 from reshard.errors import UsageError
 
+PICTURES = (".png", ".pdf", ".svg")
+
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb `compare-traces`."""
@@ -47,6 +49,22 @@ def add_column_option(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def check_picture(path: Path | None, *, force: bool) -> None:
+    """Refuse a picture that cannot be drawn, before anything is read.
+
+    Raises:
+        UsageError: it is there already, its folder is not, or its name does not end as a picture's.
+    """
+    if path is None:
+        return
+    if path.exists() and not force:
+        raise UsageError("exists already", path=path, hint="overwrite it with --force")
+    if path.suffix.lower() not in PICTURES:
+        raise UsageError("cannot draw this kind of file", path=path, hint="end the name in .png, .pdf or .svg")
+    if not path.parent.is_dir():
+        raise UsageError("no such folder", path=path.parent, hint="make it first")
+
+
 def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
     """From field to column.
 
@@ -68,8 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     from reshard.verify.traces.compare import compare_traces, format_table
     from reshard.verify.traces.reading import read_runs
 
-    if args.plot is not None and args.plot.exists() and not args.force:
-        raise UsageError("exists already", path=args.plot, hint="overwrite it with --force")
+    check_picture(args.plot, force=args.force)
     reference, resumed = read_runs([args.reference, args.resumed], parse_columns(args.columns))
     comparison = compare_traces(reference, resumed, epsilon=args.epsilon)
     if args.json:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.cli.output import print_json, print_text
-from reshard.cli.traces import add_column_option, parse_columns
+from reshard.cli.traces import add_column_option, check_picture, parse_columns
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,22 +47,23 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def _run(args: argparse.Namespace) -> int:
-    from reshard.storage.steps import step_path
     from reshard.verify.describe.describe import describe
     from reshard.verify.traces.reading import read_runs
     from reshard.verify.triage.diagnosis import diagnose
 
-    if args.plot is not None and args.plot.exists() and not args.force:
-        raise UsageError("exists already", path=args.plot, hint="overwrite it with --force")
+    check_picture(args.plot, force=args.force)
     if args.resume_step < 0:
         raise UsageError("not a step", key="--resume-step", expected="at least 0", found=args.resume_step)
     paths = [args.trace] if args.reference is None else [args.trace, args.reference]
     rows, *others = read_runs(paths, parse_columns(args.columns))
+    if others and not others[0]:
+        raise UsageError(
+            "a trace without a step", path=args.reference, hint="name the trace of a run that lost nothing"
+        )
     with ExitStack() as stack:
         description = None
         if args.checkpoint is not None:
-            of_step = step_path(args.checkpoint.expanduser(), args.resume_step)
-            description = describe(of_step if of_step.is_dir() else args.checkpoint)
+            description = describe(_checkpoint(args.checkpoint.expanduser(), args.resume_step))
             stack.enter_context(description.checkpoint)
         diagnosis = diagnose(rows, args.resume_step, reference=others[0] if others else (), checkpoint=description)
     if args.json:
@@ -73,6 +75,23 @@ def _run(args: argparse.Namespace) -> int:
 
         plot_diagnosis(rows, diagnosis, args.plot)
     return 1 if diagnosis.is_alarming else 0
+
+
+def _checkpoint(path: Path, resume_step: int) -> Path:
+    """Of the folder of a run the step that was resumed from; anything else is meant as it is."""
+    from reshard.storage.steps import committed_steps, step_path
+
+    if not path.is_dir() or not (steps := [entry.step for entry in committed_steps(path)]):
+        return path
+    if resume_step not in steps:
+        raise UsageError(
+            "the run has not this step any more",
+            path=path,
+            expected=f"step {resume_step}, from which it resumed",
+            found=", ".join(map(str, steps)),
+            hint="name one of its steps, for the step to go on from, or leave out --checkpoint",
+        )
+    return step_path(path, resume_step)
 
 
 def _tell(found: Diagnosis) -> Iterator[str]:
@@ -89,13 +108,16 @@ def _tell(found: Diagnosis) -> Iterator[str]:
 def _shape(shape: Shape, resume_step: int) -> str:
     last_step = resume_step + shape.seen_steps
     if shape.onset is None:
-        return f"up to step {last_step} the loss goes on as it had; largest deviation {_deviation(shape)}"
+        return f"up to step {last_step} the loss goes on as expected; {_deviation(shape)}"
     returned = f"not back by step {last_step}" if shape.back is None else f"back at step {shape.back}"
-    return f"the loss is off from step {shape.onset} on; largest deviation {_deviation(shape)}; {returned}"
+    return f"the loss is off from step {shape.onset} on; {_deviation(shape)}; {returned}"
 
 
 def _deviation(shape: Shape) -> str:
-    return f"{shape.peak:+.3g} at step {shape.peak_step} ({abs(shape.peak_sigmas):.1f} standard deviations)"
+    if not math.isfinite(shape.peak):
+        return f"no number at step {shape.peak_step}"
+    sigmas = f"{abs(shape.peak_sigmas):.3g} standard deviations"
+    return f"largest mean deviation of 4 neighbours {shape.peak:+.3g} at step {shape.peak_step} ({sigmas})"
 
 
 def _silent(columns: list[str]) -> list[str]:

@@ -7,10 +7,11 @@ those that stay could stand in for one that goes.
     run/
       PINNED-step-40        step 40 is never removed
       RESUMED-step-80       the run was set back to step 80 and has committed nothing since
-      FALLBACK-step-60      the run goes back to step 60 if its loss does not come back
+      FALLBACK-step-60      the run goes back to step 60 if its loss does not come back; the number of the step that
+                            it resumed from is in it
 
-Markers are empty files, one a step: there is nothing in them to be half written, and processes that pin at once have
-nothing of each other's to overwrite. Their names are not those of steps.
+Markers are files, one a step, written whole: processes that pin at once have nothing of each other's to overwrite.
+Their names are not those of steps.
 
 THE REMOVAL RULE: who marks a step writes the marker first and looks for the step then; who removes a step takes its
 name away first and looks for a marker then. So one of the two sees the other, and a step whose `pin` has returned
@@ -28,7 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.errors import CheckpointNotFound, StorageError, UsageError
-from reshard.storage.durable import remove_tree, rename_durably, storage_errors, temporary_target, write_atomic
+from reshard.storage.durable import (
+    read_existing,
+    remove_tree,
+    rename_durably,
+    storage_errors,
+    temporary_target,
+    write_atomic,
+)
 from reshard.storage.steps import REPLACED, committed_steps, move_to_trash, step_number, step_path
 
 PINNED = "PINNED-"
@@ -276,13 +284,16 @@ def pin(run_dir: str | os.PathLike[str], step: int) -> None:
 
 
 def unpin(run_dir: str | os.PathLike[str], step: int) -> None:
-    """Leave a step to retention again; one that is not pinned is fine. A power cut may bring the pin back.
+    """Leave a step to retention again, also one that was kept to go back to; one that is not pinned is fine.
+
+    A power cut may bring the pin back.
 
     Raises:
         UsageError: the step is negative.
         StorageError: the file system refused.
     """
-    remove_tree(_marker(step_path(run_dir, step), PINNED))
+    for prefix in (PINNED, FALLBACK):
+        remove_tree(_marker(step_path(run_dir, step), prefix))
 
 
 def record_resumed(run_dir: str | os.PathLike[str], step: int | None) -> None:
@@ -298,29 +309,42 @@ def record_resumed(run_dir: str | os.PathLike[str], step: int | None) -> None:
     _record(run_dir, RESUMED, step)
 
 
-def record_fallback(run_dir: str | os.PathLike[str], step: int | None) -> None:
-    """Likewise the step that a run would go back to if its loss did not come back.
+def record_fallback(run_dir: str | os.PathLike[str], step: int | None, resume_step: int | None = None) -> None:
+    """Likewise the step that a run would go back to if its loss did not come back after it resumed from another.
 
     Raises:
         CheckpointNotFound: the step is not there.
         StorageError: the file system refused.
     """
-    _record(run_dir, FALLBACK, step)
+    _record(run_dir, FALLBACK, step, b"" if resume_step is None else str(resume_step).encode())
 
 
-def _record(run_dir: str | os.PathLike[str], prefix: str, step: int | None) -> None:
+def recorded_fallback(run_dir: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """The step that a run would go back to, and the one that it had resumed from; None where none is recorded.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    for name in _names(run_dir):
+        step = step_number(name.removeprefix(FALLBACK)) if name.startswith(FALLBACK) else None
+        if step is not None and (content := read_existing(Path(run_dir, name))) is not None and content.isdigit():
+            return step, int(content)
+    return None
+
+
+def _record(run_dir: str | os.PathLike[str], prefix: str, step: int | None, content: bytes = b"") -> None:
     if step is not None:
-        _mark(run_dir, prefix, step)
+        _mark(run_dir, prefix, step, content)
     for name in _names(run_dir):
         target = temporary_target(name)
         if (target or name).startswith(prefix) and (target or step is None or name != f"{prefix}step-{step}"):
             remove_tree(Path(run_dir, name))
 
 
-def _mark(run_dir: str | os.PathLike[str], prefix: str, step: int) -> None:
+def _mark(run_dir: str | os.PathLike[str], prefix: str, step: int, content: bytes = b"") -> None:
     path = step_path(run_dir, step)
     _require_step(path)
-    write_atomic(_marker(path, prefix), b"")
+    write_atomic(_marker(path, prefix), content)
     # If it has just gone, the marker stays: another process may rely on it, or be about to give the step back for it.
     _require_step(path)
 

@@ -17,7 +17,16 @@ from reshard.errors import ReshardError, StorageError, UsageError
 from reshard.formats import manifest
 from reshard.storage.commit import abandon_later, claim
 from reshard.storage.durable import write_atomic
-from reshard.storage.retention import Best, Retention, pin, plan_retention, record_resumed, remove, unpin
+from reshard.storage.retention import (
+    Best,
+    Retention,
+    pin,
+    plan_retention,
+    record_fallback,
+    record_resumed,
+    remove,
+    unpin,
+)
 from reshard.storage.steps import committed_steps, step_path
 from reshard.storage.visibility import VISIBILITY_TIMEOUT_S
 from reshard.train.boundary import any_asks
@@ -212,6 +221,10 @@ class Checkpointer:
         report = self.resume(step, **options)
         assert report is not None
         self._abandon_later(step)
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                # Until now, so that no save that is under way takes the step that is gone back to.
+                record_fallback(self.directory, None)
         return report
 
     def _abandon_later(self, step: int) -> None:

@@ -36,10 +36,11 @@ def triage(*argv: object) -> int:
 def test_a_run_that_lost_nothing_is_exit_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert triage(trace(tmp_path / "t"), "--resume-step", RESUME) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("continuous: up to step 250 the loss goes on as it had; largest deviation")
-    assert (
-        "in order\n  learning rate 0.001 at step 101, as scheduled\n  samples 800 at step 100, 808 at step 101" in out
+    assert out.startswith(
+        "continuous: up to step 250 the loss goes on as expected; largest mean deviation of 4 neighbours"
     )
+    assert "in order\n  learning rate 0.001 at step 100, 0.001 at step 101: no jump\n" in out
+    assert "  samples 800 at step 100, 808 at step 101\n" in out
     assert out.endswith("to do\n  go on\n")
     assert err == ""
 
@@ -47,10 +48,12 @@ def test_a_run_that_lost_nothing_is_exit_0(tmp_path: Path, capsys: pytest.Captur
 def test_a_loss_that_is_off_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert triage(trace(tmp_path / "t", 0.5), "--resume-step", RESUME) == 1
     out = capsys.readouterr().out
-    assert out.startswith("persistent or diverging: the loss is off from step 104 on; largest deviation +0.5")
+    assert out.startswith(
+        "persistent or diverging: the loss is off from step 104 on; largest mean deviation of 4 neighbours +0.5"
+    )
     assert "not back by step 250" in out.splitlines()[0]
     assert "\nlikely: optimizer moments\n" in out
-    assert "--checkpoint names the step of a run to go on from" in out
+    assert "then resume again; with --checkpoint RUN this says from which of its steps" in out
 
 
 def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +104,11 @@ def test_a_reference_is_compared_step_by_step(tmp_path: Path, capsys: pytest.Cap
         (["--resume-step", "100", "--checkpoint", "nowhere"], "nowhere: no such file or folder"),
         (["--resume-step", "100", "--reference", "nowhere"], "nowhere: cannot read the trace"),
         (["--resume-step", "100", "--column", "loss=x"], "loss=x: no such column"),
+        (["--resume-step", "100", "--reference", "empty"], "empty: a trace without a step"),
         (["--resume-step", "100", "--plot", "t"], "t: exists already"),
+        (["--resume-step", "100", "--plot", "t.xyz"], "t.xyz: cannot draw this kind of file"),
+        (["--resume-step", "100", "--plot", "no/t.png"], "no: no such folder"),
+        (["--resume-step", "100", "--checkpoint", "run"], "run: the run has not this step any more"),
     ],
 )
 def test_faults_of_usage_are_exit_2(
@@ -109,6 +116,8 @@ def test_faults_of_usage_are_exit_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trace(Path("t"))
+    Path("empty").touch()
+    Path("run/step-80").mkdir(parents=True)
     assert triage("t", *options) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -138,31 +138,64 @@ def test_a_step_that_lacks_the_moments_is_not_gone_back_to(folder: Path) -> None
     assert [found.return_to for found in run.said] == [20]
 
 
-@pytest.mark.parametrize("history", ["scratch", "no trace", "short"])
+def test_the_step_to_go_back_to_is_kept_until_it_is_gone_back_to(folder: Path) -> None:
+    run, monitor = resumed(folder)
+    run.spoil()
+    run.train(RESUME + 2 * WINDOW, monitor)
+    assert [entry.step for entry in committed_steps(folder / "checkpoints")] == [40, 140]
+    run.checkpointer.roll_back(40)
+    assert not list((folder / "checkpoints").glob(f"{FALLBACK}*"))
+    assert run.state.step == 40
+
+
+def test_a_run_that_is_resumed_twice_is_held_against_its_past_before_both(folder: Path) -> None:
+    run, monitor = resumed(folder)
+    run.spoil()
+    run.train(RESUME + 30, monitor)
+    again, monitor = resumed(folder)
+    assert again.state.step == 80
+    again.train(80 + WINDOW, monitor)
+    assert again.said == [Recovery(False, "persistent or diverging", RESUME, 40)]
+    again.checkpointer.unpin(40)
+    assert not list((folder / "checkpoints").glob(f"{FALLBACK}*"))
+
+
+def test_a_loss_that_is_too_low_is_told_and_not_gone_back_from(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, monitor = resumed(folder)
+    assert [monitor.step(-20.0) for _ in range(WINDOW)][-1] == Recovery(False, "abnormally low", RESUME, None)
+    assert "is too low after the resume at step 60" in caplog.text
+
+
+@pytest.mark.parametrize("history", ["scratch", "no trace", "short", "no numbers"])
 def test_without_a_history_nothing_is_said(history: str, folder: Path, tmp_path: Path) -> None:
     if history == "scratch":
         run, monitor = resumed(tmp_path / "new")
     elif history == "no trace":
         (folder / "trace.jsonl").unlink()
         run, monitor = resumed(folder)
+    elif history == "no numbers":
+        rows = [TraceRow(step, float("nan")) for step in range(1, RESUME + 1)]
+        (folder / "trace.jsonl").write_text("".join(row.to_json_line() for row in rows))
+        run, monitor = resumed(folder)
     else:
         lines = (folder / "trace.jsonl").read_text().splitlines(keepends=True)
         (folder / "trace.jsonl").write_text("".join(lines[-5:]))
         run, monitor = resumed(folder)
     assert not monitor.is_watching
+    assert not list(run.checkpointer.directory.glob(f"{FALLBACK}*"))
     run.train(RESUME + WINDOW + 5, monitor)
     assert run.said == []
 
 
-def test_a_crash_in_the_window_leaves_a_fallback_that_the_next_start_replaces(folder: Path) -> None:
+def test_a_crash_in_the_window_leaves_a_fallback_that_the_next_start_takes_over(folder: Path) -> None:
     run, monitor = resumed(folder)
     run.train(RESUME + 30, monitor)
     assert (folder / "checkpoints" / f"{FALLBACK}step-40").exists()
-    again, _ = resumed(folder)
+    again, monitor = resumed(folder)
     assert again.state.step == 80
-    assert not (folder / "checkpoints" / f"{FALLBACK}step-60").exists()
-    assert [entry.step for entry in committed_steps(folder / "checkpoints")] == [40, 80]
-    assert (folder / "checkpoints" / f"{FALLBACK}step-40").exists()
+    again.train(80 + WINDOW, monitor)
+    assert [found.came_back for found in again.said] == [True]
+    assert not list((folder / "checkpoints").glob(f"{FALLBACK}*"))
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.5, True, "200"])

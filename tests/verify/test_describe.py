@@ -117,9 +117,7 @@ def test_what_the_run_had_not_is_told_from_what_is_missing(run: Path, tmp_path: 
     found = parts(describe(plain))
     # Nothing was trained, so there were no moments either.
     assert (found["scaler"], found["scheduler"], found["optimizer"]) == (NONE, NONE, NONE)
-    edit_manifest(
-        tmp_path / "plain", optimizers=lambda all: {name: {**each, "with_state": 4} for name, each in all.items()}
-    )
+    edit_manifest(plain, optimizers=lambda each: {name: {**entry, "with_state": 4} for name, entry in each.items()})
     assert parts(describe(plain))["optimizer"] == MISSING
 
 

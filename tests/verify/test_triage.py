@@ -89,7 +89,7 @@ def test_nothing_lost_is_no_alarm(every: int) -> None:
     assert (found.shape.name, found.findings, found.is_alarming) == (CONTINUOUS, [], False)
     assert found.advice == ["go on"]
     assert len(found.in_order) == 4
-    assert found.notes == []
+    assert found.notes == ([] if every == 1 else [found.notes[0]])
 
 
 def test_first_step_in_place_and_then_off_is_the_moments() -> None:
@@ -225,7 +225,114 @@ def test_a_resume_step_beyond_the_trace_names_the_attempts() -> None:
 
 def test_few_steps_are_said_to_be_few() -> None:
     found = diagnose(run()[: RESUME + 10], RESUME)
-    assert found.notes == ["only 10 steps after the resume: what grows slowly shows after 50 or more"]
+    assert found.notes == [
+        "only 10 points over 10 steps after the resume: what is small or grows slowly shows after 30 points or more"
+    ]
+
+
+@pytest.mark.parametrize("stretch", [2, 5])
+def test_of_a_trace_that_has_not_every_step_the_first_point_is_the_first(stretch: int) -> None:
+    """A line every 10 or 25 steps."""
+
+    def told(offset: float) -> Diagnosis:
+        rows = run(lambda past: offset, every=5)
+        return diagnose([replace(row, step=stretch * row.step, samples=None) for row in rows], stretch * RESUME)
+
+    high = told(1.0)
+    assert (high.shape.name, high.shape.onset) == (PERSISTENT, stretch * (RESUME + 5))
+    # Updates came before it, so nothing is sure.
+    assert pieces(high) == {WEIGHTS: POSSIBLE, MOMENTS: POSSIBLE}
+    assert "some steps after the resume" in evidence(high, WEIGHTS)
+    low = told(-0.5)
+    assert (low.shape.name, pieces(low)) == (LOW, {POSITION: LIKELY})
+    assert any(note.startswith("only 20 points over 500 steps") for note in low.notes) == (stretch == 5)
+
+
+def test_a_scale_may_fall_several_times_between_two_lines() -> None:
+    rows = run(every=10)
+    assert not diagnose(after(rows, lambda row: {"scale": 1024.0}), RESUME).is_alarming
+    assert diagnose(after(run(), lambda row: {"scale": 1024.0}), RESUME).is_alarming
+
+
+def test_samples_that_are_counted_now_and_then_are_no_alarm() -> None:
+    rows = [replace(row, samples=row.step // 10 * 10 * BATCH_SIZE) for row in run()]
+    assert not diagnose(rows, RESUME).is_alarming
+
+
+def test_batches_of_tokens_vary() -> None:
+    tokens = np.cumsum(np.random.default_rng(3).integers(3800, 4400, LAST + 1))
+    rows = [replace(row, samples=int(tokens[row.step])) for row in run()]
+    assert not diagnose(rows, RESUME).is_alarming
+    halved = after(rows, lambda row: {"samples": int((tokens[RESUME] + tokens[row.step]) // 2)})
+    assert pieces(diagnose(halved, RESUME)) == {BATCH: CERTAIN}
+
+
+def test_samples_that_went_back_a_little_are_seen_again() -> None:
+    found = diagnose(after(run(), lambda row: {"samples": (row.step - 10) * BATCH_SIZE}), RESUME)
+    assert "samples 6400 at step 200, 6112 at step 201: 288 of them are seen again" in evidence(found, POSITION)
+
+
+def test_without_a_history_the_reference_has_it() -> None:
+    reference = run()
+    rows = [row for row in run() if row.step > RESUME]
+    assert not diagnose(rows, RESUME, reference=reference).is_alarming
+    for change, piece in (
+        ({"samples": 32}, POSITION),
+        ({"scale": 65536.0}, SCALE),
+        ({"lr": (1e-2,)}, RATE),
+    ):
+        spoiled = [replace(rows[0], **change), *rows[1:]]  # type: ignore[arg-type]
+        assert pieces(diagnose(spoiled, RESUME, reference=reference)).get(piece) == CERTAIN, piece
+
+
+@pytest.mark.parametrize("rate", [math.nan, -1e-3, 0.0])
+def test_a_rate_that_is_none(rate: float) -> None:
+    assert pieces(diagnose(after(run(), lambda row: {"lr": (rate,)}), RESUME)) == {RATE: CERTAIN}
+
+
+def test_rows_without_a_rate_are_passed_over() -> None:
+    rows = [replace(row, lr=()) if row.step in (RESUME, RESUME + 1) else row for row in run()]
+    assert not diagnose(rows, RESUME).is_alarming
+
+
+def test_a_low_loss_with_samples_that_go_on_may_be_an_epoch() -> None:
+    found = diagnose(run(lambda past: -0.3), RESUME)
+    assert (found.shape.name, pieces(found)) == (LOW, {POSITION: POSSIBLE})
+
+
+def test_a_rate_that_was_off_for_a_step_needs_nothing_done(tmp_path: Path) -> None:
+    rows = [replace(row, lr=(1e-3,)) if row.step == RESUME + 1 else row for row in run()]
+    found = held(rows, of_step(tmp_path, RESUME, scaler={"scale": 4096.0}))
+    assert (pieces(found), found.return_to) == ({RATE: CERTAIN}, None)
+    assert found.advice == ["go on; learning rate has set itself right"]
+
+
+def test_weights_that_were_lost_are_not_gone_on_with() -> None:
+    found = diagnose(run(lambda past: 1.5 * math.exp(-past / 10)), RESUME)
+    assert found.shape.back is not None
+    assert not any("can go on" in line for line in found.advice)
+
+
+def test_a_resume_at_another_step_is_noted() -> None:
+    rows = [replace(row, attempt="a" if row.step <= RESUME else "b") for row in run()]
+    assert diagnose(rows, RESUME).notes == []
+    assert "attempt b begins at step 201: it resumed from step 200" in diagnose(rows, RESUME - 20).notes
+
+
+@pytest.mark.parametrize("loss", [0.0, 1e-6, -3.0, 1e6])
+def test_losses_of_any_size(loss: float) -> None:
+    assert not diagnose([replace(row, loss=loss) for row in run()], RESUME).is_alarming
+    assert not diagnose([replace(row, loss=loss * row.loss) for row in run()], RESUME).is_alarming
+    if loss:
+        spoiled = run(lambda past: math.copysign(1.0, loss))
+        assert diagnose([replace(row, loss=loss * row.loss) for row in spoiled], RESUME).is_alarming
+
+
+def test_few_points_of_a_reference_do_not_say_how_much_a_loss_varies() -> None:
+    one = [row for row in run(seed=1) if row.step == RESUME + 50]
+    assert not diagnose(run(), RESUME, reference=one).is_alarming
+    with pytest.raises(UsageError, match="too few steps, in the reference and before the resume"):
+        diagnose([row for row in run() if row.step > RESUME], RESUME, reference=one)
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +442,22 @@ def test_a_stock_checkpoint_with_an_optimizer_is_no_alarm(tmp_path: Path) -> Non
         tmp_path / "no steps", model={"a.weight": weight}, optim={"state": {"a.weight": state}, "param_groups": groups}
     )
     assert pieces(held(run(), path))[COUNTERS] == CERTAIN
+
+
+def test_a_state_by_number_is_a_state(tmp_path: Path) -> None:
+    """As torch.save has it."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    assert pieces(held(run(spike), tmp_path / "all.pt"))[MOMENTS] == LIKELY
+
+
+def test_a_checkpoint_of_another_step_is_held_against_nothing(saved: Path) -> None:
+    found = held(run(), saved / "step-4")
+    assert not found.is_alarming
+    assert found.notes == [f"{saved / 'step-4'} is of step 4, not 200: nothing is held against it"]
 
 
 def test_the_step_to_go_on_from_is_sound_and_lacks_nothing(saved: Path) -> None:

@@ -19,6 +19,7 @@ from reshard.index.dtypes import FLOATS
 from reshard.index.kinds import MODEL_ROOTS, WEIGHTS, is_of_one_rank, kinds_of, optimizer_place, parameter_of
 
 PRESENT, MISSING, NONE = "present", "missing", "run had none"
+ADAPTER = "a PEFT adapter"
 
 # How others name what the manifest holds: the first part of a key.
 _ROOTS = {
@@ -145,14 +146,14 @@ def allowed_missing(parts: Sequence[Part]) -> list[str]:
 
 
 def holds_alone(checkpoint: Checkpoint, parts: Sequence[Part]) -> str | None:
-    """``weights`` or ``a PEFT adapter``, where there is nothing else, and so nothing to resume from; else None."""
+    """``WEIGHTS`` or ``ADAPTER``, where there is nothing else, and so nothing to resume from; else None."""
     status = {part.name: part.status for part in parts}
     if status.pop("model") != PRESENT or set(status.values()) != {MISSING}:
         return None
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     # The names that PEFT gives to the parameters of its methods, and the file that it writes beside them.
     is_adapter = (folder / "adapter_config.json").exists() or all(map(_ADAPTER_KEY.search, checkpoint.index.names))
-    return "a PEFT adapter" if is_adapter else "weights"
+    return ADAPTER if is_adapter else WEIGHTS
 
 
 def _model(checkpoint: Checkpoint) -> Part:

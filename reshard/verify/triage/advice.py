@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from reshard.errors import ReshardError
@@ -10,11 +11,13 @@ from reshard.storage.steps import committed_steps, step_number
 from reshard.verify.describe.checklist import MISSING, holds_alone
 from reshard.verify.describe.describe import Description, describe
 from reshard.verify.traces.trace import TraceRow
-from reshard.verify.triage.finding import POSSIBLE, Finding
+from reshard.verify.triage.finding import POSSIBLE, WEIGHTS, Finding
 from reshard.verify.triage.shape import CONTINUOUS, LOW, MID_RUN, SPIKE, Shape
 
-_FEW_STEPS = 50
-"""Steps after the resume below which a continuous loss says little."""
+_FEW_POINTS = 30
+"""Points after the resume below which a continuous loss says little."""
+
+_MOST_ATTEMPTS = 5
 
 
 def complete_step(checkpoint: Path, at_most: int) -> int | None:
@@ -43,43 +46,73 @@ def _is_complete(folder: Path) -> bool:
         return not found.faults and all(part.status != MISSING for part in found.parts)
 
 
+def can_go_on(shape: Shape, findings: Sequence[Finding]) -> bool:
+    """Whether the run may go on as it is: the loss is back, or was never off, and what was lost is found again."""
+    sure = [each for each in findings if each.confidence != POSSIBLE]
+    if shape.name == CONTINUOUS:
+        return all(each.is_over for each in sure)
+    return shape.name in (SPIKE, MID_RUN) and shape.back is not None and all(each.piece != WEIGHTS for each in sure)
+
+
 def where_to_return(shape: Shape, findings: Sequence[Finding], checkpoint: Path | None, resume_step: int) -> int | None:
     """The committed step to go on from; None where none is known, or going on is as well."""
-    is_over = shape.name in (SPIKE, MID_RUN) and shape.back is not None
-    is_sound = shape.name == CONTINUOUS and all(each.confidence == POSSIBLE for each in findings)
-    if checkpoint is None or is_over or is_sound:
+    if checkpoint is None or can_go_on(shape, findings):
         return None
     at_most = resume_step if shape.name != MID_RUN or shape.onset is None else shape.onset - 1
     return complete_step(checkpoint, at_most)
 
 
-def advice(shape: Shape, findings: Sequence[Finding], return_to: int | None) -> list[str]:
+def advice(shape: Shape, findings: Sequence[Finding], return_to: int | None, has_checkpoint: bool) -> list[str]:
     """What to do, in order."""
     sure = [each for each in findings if each.confidence != POSSIBLE]
-    if shape.name == CONTINUOUS and not sure:
-        return ["go on"]
+    if shape.name == CONTINUOUS and all(each.is_over for each in sure):
+        return ["go on" + (f"; {sure[0].piece} has set itself right" if sure else "")]
     lines = [f"{each.piece}: {each.remedy}" for each in sure or findings]
     if return_to is not None:
         lines.append(f"then go on from step {return_to}: Checkpointer.roll_back({return_to}) sets the later ones aside")
-    elif shape.name in (SPIKE, MID_RUN) and shape.back is not None:
+    elif can_go_on(shape, findings):
         lines.append(f"the loss is back since step {shape.back}: this run can go on")
     elif shape.name == MID_RUN:
         lines.append(f"then go on from the newest checkpoint before step {shape.onset}")
+    elif not has_checkpoint:
+        lines.append("then resume again; with --checkpoint RUN this says from which of its steps")
     else:
-        lines.append("then resume again; --checkpoint names the step of a run to go on from")
+        lines.append("then resume again, from a checkpoint that is sound and lacks nothing")
     return lines
 
 
+def attempts(rows: Sequence[TraceRow]) -> list[str]:
+    """Where the trace says that attempts began, a line each."""
+    return [
+        f"attempt {new.attempt} begins at step {new.step}: it resumed from step {old.step}"
+        for old, new in pairwise(rows)
+        if old.attempt != new.attempt
+    ]
+
+
 def notes_on_trace(
-    shape: Shape, before: Sequence[TraceRow], after: Sequence[TraceRow], reference: Sequence[TraceRow]
+    shape: Shape,
+    rows: Sequence[TraceRow],
+    compared: Sequence[TraceRow],
+    reference: Sequence[TraceRow],
 ) -> Iterator[str]:
-    """What else there is to know of the curve."""
-    if shape.seen_steps < _FEW_STEPS:
-        yield f"only {shape.seen_steps} steps after the resume: what grows slowly shows after {_FEW_STEPS} or more"
+    """What else there is to know of the curve.
+
+    Args:
+        shape: of the loss.
+        rows: all of the trace.
+        compared: those after the resume that were judged.
+        reference: a run that lost nothing.
+    """
+    if len(compared) < _FEW_POINTS:
+        told = f"{len(compared)} {'point' if len(compared) == 1 else 'points'} over {shape.seen_steps} steps"
+        yield f"only {told} after the resume: what is small or grows slowly shows after {_FEW_POINTS} points or more"
+    if compared[0].step not in {new.step for old, new in pairwise(rows) if old.attempt != new.attempt}:
+        yield from attempts(rows)[-_MOST_ATTEMPTS:]
     if shape.name == LOW and shape.back is not None:
         yield f"the loss comes up again at step {shape.back}, as where samples begin that the run had not seen"
     if reference:
-        yield _equality(after, {row.step: row.loss for row in reference})
+        yield _equality(compared, {row.step: row.loss for row in reference})
 
 
 def _equality(after: Sequence[TraceRow], losses: dict[int, float]) -> str:
@@ -99,4 +132,4 @@ def notes_on_checkpoint(found: Description | None, resume_step: int) -> Iterator
     if (alone := holds_alone(found.checkpoint, found.parts)) is not None:
         yield f"{path} holds {alone} alone: no run can resume from it"
     if found.step is not None and found.step != resume_step:
-        yield f"{path} is of step {found.step}, not {resume_step}: the first steps are not held against it"
+        yield f"{path} is of step {found.step}, not {resume_step}: nothing is held against it"

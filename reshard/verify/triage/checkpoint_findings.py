@@ -73,7 +73,8 @@ def holdings(found: Description) -> dict[str, str]:
     return {
         PIECES[part.name]: f"the checkpoint has it ({title(part)}: {part.detail}), so the resume did not restore it"
         for part in found.parts
-        if part.name in PIECES and part.status == PRESENT and part.is_restored
+        # A batch plan is the run's own, and never restored.
+        if part.name in PIECES and part.name != "batch" and part.status == PRESENT and part.is_restored
     }
 
 
@@ -82,7 +83,8 @@ def _part(said: Evidence, part: Part) -> None:
         return
     if part.status == MISSING:
         confidence = CERTAIN if part.name in _MUST else POSSIBLE
-        said.found(PIECES[part.name], confidence, f"the checkpoint has no {title(part)}: {part.detail}")
+        text = f"the checkpoint has no {title(part)}" + (f": {part.detail}" if part.detail else "")
+        said.found(PIECES[part.name], confidence, text)
     elif not part.is_restored:
         said.found(PIECES[part.name], POSSIBLE, f"the checkpoint has {title(part)} {part.detail}")
 
@@ -102,10 +104,10 @@ def _scale(said: Evidence, manifest: Manifest, row: TraceRow) -> None:
     if not isinstance(saved, int | float) or row.scale is None:
         return
     if saved == row.scale:
-        said.in_order[SCALE] = f"loss scale {row.scale:.6g} at step {row.step}, as the checkpoint has it"
+        said.in_order[SCALE] = f"loss scale {row.scale:.9g} at step {row.step}, as the checkpoint has it"
     else:
         said.found(
-            SCALE, CERTAIN, f"step {row.step} had the loss scale {row.scale:.6g}, the checkpoint has {saved:.6g}"
+            SCALE, CERTAIN, f"step {row.step} had the loss scale {row.scale:.9g}, the checkpoint has {saved:.9g}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,6 +26,9 @@ from reshard.verify.triage.shape import EARLY_STEPS
 
 Rows = Sequence[TraceRow]
 
+_FEWEST_RATES = 3
+_MOST_DOUBLINGS = 64
+_VARYING = (2 / 3, 3 / 2)
 _FEW = 32
 """Rows on either side from which a usual value is taken."""
 
@@ -33,12 +37,14 @@ def examine_columns(before: Rows, after: Rows, reference: Rows = (), *, rate_is_
     """Looks at learning rate, loss scale, samples and batch on both sides of a resume.
 
     Args:
-        before: rows up to the resume, ascending; may be empty.
+        before: rows up to the resume, ascending; where there are none, the reference's stand in for them.
         after: those past it, one at least.
         reference: rows of a run that lost nothing.
         rate_is_saved: whether the first learning rate is known to be the one that was saved.
     """
     said = Evidence()
+    if not before:
+        before = [row for row in reference if row.step < after[0].step]
     _rates(said, before, after, reference, rate_is_saved)
     _scale(said, before, after)
     _position(said, before, after)
@@ -72,7 +78,9 @@ def rate_finding(found: Break, *, at_resume: bool, is_known: bool) -> Finding:
         f"learning rate {found.before:.4g} -> {found.found:.4g} at step {found.step}, expected {found.expected:.4g}"
     )
     if found.kind == RETURNED:
-        return Finding(RATE, CERTAIN, (f"{change}; back on the schedule at step {found.other_step}",))
+        return Finding(RATE, CERTAIN, (f"{change}; back on the schedule at step {found.other_step}",), is_over=True)
+    if not (math.isfinite(found.found) and (found.found > 0 or found.expected <= found.before / 2)):
+        return Finding(RATE, CERTAIN, (change,))
     if found.kind == REPEATED:
         return Finding(
             SCHEDULE, CERTAIN, (f"{change}; it has the rates again that step {found.other_step} began with",)
@@ -81,7 +89,8 @@ def rate_finding(found: Break, *, at_resume: bool, is_known: bool) -> Finding:
         told = f"{change}; from there on it has the rates that the reference has from step {found.other_step} on"
         return Finding(SCHEDULE, CERTAIN, (told,))
     confidence = CERTAIN if is_known else LIKELY if found.found > found.expected else POSSIBLE
-    asked = "" if is_known else "; a schedule may have such a step: --checkpoint or --reference tell"
+    who = "--checkpoint or --reference tells" if at_resume else "--reference tells"
+    asked = "" if is_known else f"; a schedule may have such a step: {who}"
     if found.kind == ELSEWHERE and at_resume:
         return Finding(SCHEDULE, confidence, (f"{change}; it goes on from there at another slope{asked}",))
     factor = f"{found.found / found.expected:.4g} times as much" if found.expected else "where it had been 0"
@@ -89,32 +98,40 @@ def rate_finding(found: Break, *, at_resume: bool, is_known: bool) -> Finding:
 
 
 def _rates(said: Evidence, before: Rows, after: Rows, reference: Rows, is_saved: bool) -> None:
-    if not any(row.lr for row in after):
+    rated = [row for row in after if row.lr]
+    if not rated:
         said.silent.append("learning rate")
         return
     resume_step = before[-1].step if before else after[0].step - 1
     first = after[0].step + 1 if is_saved else resume_step + 1
-    found = rate_break([*before, *after], reference, first, max(resume_step + EARLY_STEPS, after[0].step))
+    found = rate_break([*before, *after], reference, first, max(resume_step + EARLY_STEPS, rated[0].step))
     if found is not None:
-        is_known = any(row.step == found.step for row in reference)
+        is_known = any(row.step == found.step and row.lr for row in reference)
         said.findings.append(rate_finding(found, at_resume=True, is_known=is_known))
-    elif (before and before[-1].lr) or reference:
-        said.in_order[SCHEDULE] = f"learning rate {after[0].lr[0]:.4g} at step {after[0].step}, as scheduled"
+        return
+    row = rated[0]
+    if any(other.step == row.step and other.lr for other in reference):
+        said.in_order[SCHEDULE] = f"learning rate {row.lr[0]:.4g} at step {row.step}, as the reference has it"
+    elif len(known := [other for other in before if other.lr]) >= _FEWEST_RATES:
+        last = known[-1]
+        said.in_order[SCHEDULE] = (
+            f"learning rate {last.lr[0]:.4g} at step {last.step}, {row.lr[0]:.4g} at step {row.step}: no jump"
+        )
 
 
 def _scale(said: Evidence, before: Rows, after: Rows) -> None:
-    known = [row for row in before if row.scale is not None]
-    if after[0].scale is None or not known or known[-1].scale is None:
+    known = [(row.step, row.scale) for row in before if row.scale is not None]
+    if after[0].scale is None or not known:
         return
-    old, new = known[-1].scale, after[0].scale
-    change = f"loss scale {old:.6g} at step {known[-1].step}, {new:.6g} at step {after[0].step}"
-    # A scaler moves by a factor of two at a time, mostly.
-    if old > 0 and 0.5 <= new / old <= 2:
+    (step, old), new = known[-1], after[0].scale
+    change = f"loss scale {old:.9g} at step {step}, {new:.9g} at step {after[0].step}"
+    # A scaler moves by a factor of two a step, at most and mostly.
+    most = 2.0 ** min(after[0].step - step, _MOST_DOUBLINGS)
+    if old > 0 and 1 / most <= new / old <= most:
         said.in_order[SCALE] = change
         return
-    start = known[0].scale
-    told = f", where it had begun at step {known[0].step}" if new == start else ""
-    said.found(SCALE, CERTAIN, f"{change}{told}; it moves by a factor of 2 otherwise")
+    told = f", where it had begun at step {known[0][0]}" if new == known[0][1] else ""
+    said.found(SCALE, CERTAIN, f"{change}{told}; it moves by a factor of 2 a step otherwise")
 
 
 def _position(said: Evidence, before: Rows, after: Rows) -> None:
@@ -126,39 +143,44 @@ def _position(said: Evidence, before: Rows, after: Rows) -> None:
     if not known:
         return
     last_step, last_samples = known[-1]
-    usual = samples_per_step(before)
+    gains = _gains(before)
+    usual = statistics.median(gains) if gains else None
     change = f"samples {last_samples} at step {last_step}, {first.samples} at step {first.step}"
-    gained = first.samples - last_samples
-    steps = first.step - last_step
-    if gained <= 0:
-        told = f"; {first.step} steps of {usual:g} are {first.step * usual:.0f}" if usual else ""
-        said.found(POSITION, CERTAIN, f"{change}: they are counted anew, and so are seen again{told}")
-    elif usual and gained > 2 * usual * steps:
-        said.found(POSITION, CERTAIN, f"{change}: {gained - usual * steps:.0f} samples were passed over")
+    gained, steps = first.samples - last_samples, first.step - last_step
+    if gained < 0 or (gained == 0 and all(gain > 0 for gain in gains)):
+        begun = "they are counted anew, and so are seen again" if first.samples < steps * 2 * (usual or 1) else ""
+        again = begun or f"{-gained} of them are seen again"
+        told = f"; {first.step} steps of {usual:g} are {first.step * usual:.0f}" if usual and begun else ""
+        said.found(POSITION, CERTAIN, f"{change}: {again}{told}")
+    elif gains and gained > 2 * max(gains) * steps:
+        said.found(POSITION, CERTAIN, f"{change}: {gained - (usual or 0) * steps:.0f} samples were passed over")
     else:
         said.in_order[POSITION] = change
 
 
-def samples_per_step(rows: Rows) -> float | None:
-    """The usual global batch, by the samples column."""
+def _gains(rows: Rows) -> list[float]:
+    """Samples a step, between neighbours among the last rows; some trainers count now and then only."""
     known = [(row.step, row.samples) for row in rows[-_FEW:] if row.samples is not None]
-    gains = [(new - old) / (step - past) for (past, old), (step, new) in pairwise(known)]
-    return statistics.median(gains) if gains else None
+    return [(new - old) / (step - past) for (past, old), (step, new) in pairwise(known)]
 
 
 def _batch(said: Evidence, before: Rows, after: Rows) -> None:
-    old, new = samples_per_step(before), samples_per_step(after[:_FEW])
+    old, new = _gains(before), _gains(after[:_FEW])
     changes = {name: _change(before, after, name) for name in ("ranks", "accumulation")}
     told = ", ".join(
         f"{name} {change[0]} -> {change[1]}" for name, change in changes.items() if change and change[0] != change[1]
     )
     ranks, accumulation = changes["ranks"], changes["accumulation"]
     if old and new:
-        text = f"{old:g} samples a step before, {new:g} after" + (f" ({told})" if told else "")
-        if old != new:
-            said.found(BATCH, CERTAIN, text)
-        else:
+        usual, now = (sum(gains) / len(gains) for gains in (old, new))
+        text = f"{usual:g} samples a step before, {now:g} after" + (f" ({told})" if told else "")
+        is_constant = len({*old}) == len({*new}) == 1
+        # Batches of tokens vary, and some grow.
+        least, most = (1.0, 1.0) if is_constant else _VARYING
+        if least <= now / usual <= most if usual else now == 0:
             said.in_order[BATCH] = text
+        else:
+            said.found(BATCH, CERTAIN, text)
     elif ranks and accumulation and ranks[0] * accumulation[0] != ranks[1] * accumulation[1]:
         factor = ranks[1] * accumulation[1] / (ranks[0] * accumulation[0])
         text = f"{told}: {factor:.3g} times the batch, unless the micro-batch has changed, too"

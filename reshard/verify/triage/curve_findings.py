@@ -29,16 +29,24 @@ _AT_ONCE = 0.5
 """Share of a spike that its first step has, above which the step's own samples are suspected."""
 
 
-def examine_curve(shape: Shape, learnt: float, updates_are_explained: bool) -> Iterator[Finding]:
+def examine_curve(
+    shape: Shape, learnt: float, *, updates_are_explained: bool, samples_go_on: bool, has_first_step: bool
+) -> Iterator[Finding]:
     """What fits the shape.
 
     Args:
         shape: of the loss.
         learnt: by how much the loss had fallen since the first step that is known.
         updates_are_explained: whether a column shows another reason for other updates than lost moments.
+        samples_go_on: whether a column shows the samples to go on.
+        has_first_step: whether the first loss known is that of the very first step, before which there was no update.
     """
     if shape.name in (SPIKE, PERSISTENT):
-        yield from _above(shape, learnt, updates_are_explained)
+        above = _above if has_first_step else _above_after_some
+        yield from above(shape, learnt, updates_are_explained)
+    elif shape.name == LOW and samples_go_on:
+        told = f"{_low(shape)}; but the samples go on, and an epoch that ends or a rate that falls lowers the loss, too"
+        yield Finding(POSITION, POSSIBLE, (told,))
     elif shape.name == LOW:
         yield Finding(POSITION, LIKELY, (_low(shape),))
     elif shape.name == MID_RUN:
@@ -62,6 +70,15 @@ def _above(shape: Shape, learnt: float, updates_are_explained: bool) -> Iterator
             yield Finding(WEIGHTS, POSSIBLE, (first,))
 
 
+def _above_after_some(shape: Shape, learnt: float, updates_are_explained: bool) -> Iterator[Finding]:
+    """Where the first steps are not in the trace, updates may have come before the first loss."""
+    if updates_are_explained:
+        return
+    text = f"the first loss in the trace is {_deviation(shape.first, shape.first_sigmas)}, some steps after the resume"
+    for piece in (WEIGHTS, MOMENTS):
+        yield Finding(piece, POSSIBLE, (text,))
+
+
 def _low(shape: Shape) -> str:
     text = (
         f"from step {shape.onset} on the loss is {_deviation(shape.peak, shape.peak_sigmas)}, as on samples seen before"
@@ -80,6 +97,9 @@ def _mid_run(shape: Shape, updates_are_explained: bool) -> Iterator[Finding]:
         )
         yield Finding(DATA, LIKELY, (told,))
         yield Finding(INSTABILITY, POSSIBLE, ("an update of the steps before it may have been too large",))
+    elif not math.isfinite(shape.peak):
+        yield Finding(INSTABILITY, LIKELY, (f"the loss is no number at step {shape.peak_step}",))
+        yield Finding(DATA, POSSIBLE, ("the samples of the steps before it may have begun it",))
     else:
         told = f"from {shape.onset_deviation:+.3g} at step {shape.onset} to {shape.peak:+.3g} at step {shape.peak_step}"
         yield Finding(INSTABILITY, LIKELY, (f"the loss climbs over several steps, {told}",))
@@ -89,4 +109,4 @@ def _mid_run(shape: Shape, updates_are_explained: bool) -> Iterator[Finding]:
 def _deviation(deviation: float, sigmas: float) -> str:
     if not math.isfinite(deviation):
         return "no number"
-    return f"{deviation:+.3g} from the expected one ({abs(sigmas):.1f} standard deviations)"
+    return f"{deviation:+.3g} from the expected one ({abs(sigmas):.3g} standard deviations)"

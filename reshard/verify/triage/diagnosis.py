@@ -6,12 +6,11 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 
 from reshard.errors import UsageError
 from reshard.verify.describe.describe import Description
 from reshard.verify.traces.trace import TraceRow
-from reshard.verify.triage.advice import advice, notes_on_checkpoint, notes_on_trace, where_to_return
+from reshard.verify.triage.advice import advice, attempts, notes_on_checkpoint, notes_on_trace, where_to_return
 from reshard.verify.triage.checkpoint_findings import examine_checkpoint, holdings
 from reshard.verify.triage.column_findings import averaging, examine_columns, first_norm, rate_break, rate_finding
 from reshard.verify.triage.curve_findings import examine_curve
@@ -20,6 +19,7 @@ from reshard.verify.triage.finding import (
     CERTAIN,
     LIKELY,
     MOMENTS,
+    POSITION,
     POSSIBLE,
     RANDOM,
     RATE,
@@ -41,12 +41,11 @@ from reshard.verify.triage.shape import (
     Shape,
     classify,
 )
-from reshard.verify.triage.trend import fit_trend, noise_of
+from reshard.verify.triage.trend import FEWEST, fit_trend, least_noise, noise_of
 
 Rows = Sequence[TraceRow]
 
 _OF_UPDATES = (RATE, SCHEDULE, BATCH)
-_LEAST_NOISE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -123,15 +122,18 @@ def diagnose(
             expected=f"a step below {rows[-1].step}, the last one" if rows else "a trace with steps",
             found=resume_step,
             hint="name the last step before the resume",
-            details=_attempts(rows),
+            details=attempts(rows),
         )
     compared, expectation = _expectation(before, after, reference, resume_step)
     shape = classify([row.step for row in compared], [row.loss for row in compared], expectation, resume_step)
-    held = Evidence() if checkpoint is None else examine_checkpoint(checkpoint, after)
+    is_its = checkpoint is not None and checkpoint.step in (None, resume_step)
+    held = examine_checkpoint(checkpoint, after) if checkpoint is not None and is_its else Evidence()
     columns = examine_columns(before, after, reference, rate_is_saved=SCHEDULE in held.in_order)
     if shape.name == MID_RUN and (found := _rate_break_at(shape, rows, reference)) is not None:
         columns.findings.append(found)
-    findings = merge([*_findings(shape, before, after, columns, held), *_restorable(columns, checkpoint)])
+    findings = merge(
+        [*_findings(shape, before, after, columns, held), *_restorable(columns, checkpoint if is_its else None)]
+    )
     run = None if checkpoint is None else checkpoint.checkpoint.path
     return_to = where_to_return(shape, findings, run, resume_step)
     return Diagnosis(
@@ -140,9 +142,9 @@ def diagnose(
         findings=findings,
         in_order=list({**held.in_order, **columns.in_order}.values()),
         silent=columns.silent,
-        notes=[*notes_on_trace(shape, before, after, reference), *notes_on_checkpoint(checkpoint, resume_step)],
+        notes=[*notes_on_trace(shape, rows, compared, reference), *notes_on_checkpoint(checkpoint, resume_step)],
         return_to=return_to,
-        advice=advice(shape, findings, return_to),
+        advice=advice(shape, findings, return_to, checkpoint is not None),
         expectation=expectation,
     )
 
@@ -161,8 +163,21 @@ def _expectation(before: Rows, after: Rows, reference: Rows, resume_step: int) -
             found=f"{reference[0].step} to {reference[-1].step}",
             hint="name the trace of a run that went through them",
         )
+    return compared, Reference(losses, _noise(before, after, reference, resume_step), resume_step)
+
+
+def _noise(before: Rows, after: Rows, reference: Rows, resume_step: int) -> float:
+    """Of a step of the reference, or where it has too few to tell, of the run."""
     near = [row.loss for row in reference if abs(row.step - resume_step) <= MOST_STEPS]
-    return compared, Reference(losses, noise_of(near) or _LEAST_NOISE, resume_step)
+    known = next((each for each in (near, [row.loss for row in before]) if len(each) >= FEWEST), None)
+    if known is None:
+        raise UsageError(
+            "too few steps, in the reference and before the resume, to know how much the loss varies",
+            expected=f"at least {FEWEST}",
+            found=max(len(near), len(before)),
+            hint="give a longer trace",
+        )
+    return max(noise_of(known), least_noise(known))
 
 
 def _rate_break_at(shape: Shape, rows: Rows, reference: Rows) -> Finding | None:
@@ -179,8 +194,14 @@ def _findings(shape: Shape, before: Rows, after: Rows, columns: Evidence, held: 
     yield from columns.findings
     is_explained = any(each.piece in _OF_UPDATES for each in columns.findings)
     learnt = before[0].loss - statistics.median([row.loss for row in before[-16:]]) if before else math.nan
-    of_curve = list(examine_curve(shape, learnt, is_explained))
-    lacking = {each.piece for each in held.findings}
+    of_curve = examine_curve(
+        shape,
+        learnt,
+        updates_are_explained=is_explained,
+        samples_go_on=POSITION in columns.in_order,
+        has_first_step=not before or after[0].step == before[-1].step + 1,
+    )
+    lacking = {each.piece for each in held.findings if each.confidence != POSSIBLE}
     for finding in of_curve:
         told = (*finding.evidence, *_norms(finding, before, after))
         is_shown = finding.confidence == LIKELY and finding.piece in lacking
@@ -210,11 +231,3 @@ def _restorable(columns: Evidence, checkpoint: Description | None) -> Iterator[F
         for finding in columns.findings:
             if finding.piece in held:
                 yield Finding(finding.piece, POSSIBLE, (held[finding.piece],))
-
-
-def _attempts(rows: Rows) -> list[str]:
-    return [
-        f"attempt {new.attempt} begins at step {new.step}: it resumed from step {old.step}"
-        for old, new in pairwise(rows)
-        if old.attempt != new.attempt
-    ]

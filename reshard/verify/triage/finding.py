@@ -49,11 +49,13 @@ class Finding:
         confidence: ``CERTAIN`` where a column or the checkpoint shows it, ``LIKELY`` where the shape of the loss fits
             it best, ``POSSIBLE`` where it fits as well as others.
         evidence: what shows it, in numbers.
+        is_over: whether it has set itself right since.
     """
 
     piece: str
     confidence: str
     evidence: tuple[str, ...]
+    is_over: bool = False
 
     @property
     def remedy(self) -> str:
@@ -89,7 +91,7 @@ def merge(findings: Sequence[Finding]) -> list[Finding]:
     for piece, same in pieces.items():
         ranked = sorted(same, key=_rank)
         texts = dict.fromkeys(text for each in ranked for text in each.evidence)
-        merged.append(Finding(piece, ranked[0].confidence, tuple(texts)))
+        merged.append(Finding(piece, ranked[0].confidence, tuple(texts), any(each.is_over for each in same)))
     return sorted(merged, key=_rank)
 
 

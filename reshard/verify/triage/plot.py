@@ -31,7 +31,7 @@ def plot_diagnosis(rows: Sequence[TraceRow], diagnosis: Diagnosis, path: str | o
     steps = [row.step for row in shown]
     losses = [or_gap(row.loss) for row in shown]
     axes.plot(steps, losses, color=STRONG, linewidth=1.3, marker=marker(steps), markersize=3, label="loss")
-    _mark(axes, resume_step + 0.5, "resume", GREY)
+    _mark(axes, resume_step + 0.5, "resume", GREY, on_left=True)
     if diagnosis.shape.onset is not None:
         _mark(axes, diagnosis.shape.onset, f"off: step {diagnosis.shape.onset}", ALARM)
     if diagnosis.shape.back is not None:
@@ -39,7 +39,7 @@ def plot_diagnosis(rows: Sequence[TraceRow], diagnosis: Diagnosis, path: str | o
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_title(_title(diagnosis), loc="left", fontsize=10)
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     tidy(axes)
     save_figure(figure, path)
 
@@ -56,12 +56,20 @@ def _draw_expected(axes: Axes, steps: Sequence[int], diagnosis: Diagnosis) -> No
     axes.plot(known, expected, color=GREY, linewidth=1, linestyle="--")
 
 
-def _mark(axes: Axes, step: float, text: str, color: str) -> None:
+def _mark(axes: Axes, step: float, text: str, color: str, *, on_left: bool = False) -> None:
     axes.axvline(step, color=color, linewidth=1, linestyle=":")
     axes.annotate(
-        text, (step, 0.02), xycoords=("data", "axes fraction"), xytext=(3, 0), textcoords="offset points",
-        rotation=90, verticalalignment="bottom", color=color, fontsize=9,
-    )  # fmt: skip
+        text,
+        (step, 0.02),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3 if on_left else 3, 0),
+        textcoords="offset points",
+        horizontalalignment="right" if on_left else "left",
+        verticalalignment="bottom",
+        rotation=90,
+        color=color,
+        fontsize=9,
+    )
 
 
 def _title(diagnosis: Diagnosis) -> str:

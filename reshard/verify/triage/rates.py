@@ -22,6 +22,7 @@ _LEAST_CHANGE = 1e-3
 
 _KINK_POINTS = 6
 _KINK_FACTOR = 3.0
+_NEAR = 0.02
 _EQUAL = 1e-6
 _COMPARED = 8
 _RETURN_POINTS = 10
@@ -65,7 +66,7 @@ def find_break(points: Points, first_step: int, last_step: int, reference: Point
         if not first_step <= step <= last_step or at == 0:
             continue
         if step in known:
-            expected, tolerance = known[step], _EQUAL * abs(known[step])
+            expected, tolerance = known[step], _LEAST_CHANGE * abs(known[step])
         elif at < 3:
             continue
         else:
@@ -73,7 +74,7 @@ def find_break(points: Points, first_step: int, last_step: int, reference: Point
         if abs(found - expected) <= tolerance:
             continue
         kind, other = _kind(points, at, reference)
-        if kind in (SCALED, ELSEWHERE) and step not in known and _is_kink(points, at):
+        if kind != RETURNED and step not in known and _is_usual(points, at):
             continue
         return Break(step, points[at - 1][1], found, expected, kind, other)
     return None
@@ -93,12 +94,27 @@ def _tolerance(points: Points, at: int) -> float:
     return _CURVATURE_FACTOR * max(errors, default=0.0) + _LEAST_CHANGE * abs(points[at - 1][1])
 
 
+def _is_usual(points: Points, at: int) -> bool:
+    """Whether the schedule has such a change of its own: a kink, or a jump that it had before."""
+    return math.isfinite(points[at][1]) and (_is_kink(points, at) or _had_jump(points, at))
+
+
 def _is_kink(points: Points, at: int) -> bool:
     """Whether the rate moves no further to this point than it usually does before it or behind it."""
     sides = (points[max(0, at - _KINK_POINTS) : at], points[at : at + _KINK_POINTS])
     changes = [[abs(new - old) for (_, old), (_, new) in pairwise(side)] for side in sides]
     usual = max(statistics.median(each) if each else 0.0 for each in changes)
     return abs(points[at][1] - points[at - 1][1]) <= _KINK_FACTOR * usual
+
+
+def _had_jump(points: Points, at: int) -> bool:
+    """Whether the rate has gone from the one value to the other before, as at every restart of a cosine."""
+    before, found = points[at - 1][1], points[at][1]
+    return any(_are_near(old, before) and _are_near(new, found) for (_, old), (_, new) in pairwise(points[:at]))
+
+
+def _are_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_NEAR)
 
 
 def _kind(points: Points, at: int, reference: Points) -> tuple[str, int | None]:

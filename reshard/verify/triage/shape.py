@@ -140,7 +140,7 @@ class _Curve:
     @classmethod
     def of(cls, steps: Sequence[int], losses: Sequence[float], expectation: Expectation) -> _Curve:
         deviations = np.asarray(losses, float) - expectation.expected(steps)
-        deviations[np.isnan(deviations)] = math.inf
+        deviations[~np.isfinite(deviations)] = math.inf
         noise = min(max(expectation.noise, noise_of(losses)), _MOST_NOISE * expectation.noise)
         curve = cls(steps, deviations, noise, expectation, *(np.empty(len(steps)) for _ in range(3)))
         for at in range(len(steps)):
@@ -190,7 +190,8 @@ def _back(curve: _Curve, onset: int) -> int | None:
 
 
 def _name(curve: _Curve, onset: int, back: int | None, resume_step: int) -> str:
-    is_early = curve.steps[onset] - resume_step <= EARLY_STEPS
+    # Of a trace that has not every step, the first point may be late, and is all the same the first.
+    is_early = onset == 0 or curve.steps[onset] - resume_step <= EARLY_STEPS
     if curve.is_below(onset):
         return LOW if is_early else CONTINUOUS
     if is_early and not _is_lone(curve, onset, back):

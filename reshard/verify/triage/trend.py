@@ -41,6 +41,9 @@ _ROUNDS = 10
 _LEAST_NOISE = 5e-4
 """Share of the loss below which a deviation is of no concern, however smooth the curve."""
 
+_SMALLEST = 1e-30
+"""Its square is a number, too."""
+
 _CLIPPED = 3.0
 _MOST_CORRELATION = 0.95
 _TAIL = 0.995
@@ -143,6 +146,12 @@ def spread(values: Floats) -> float:
     return _TO_SIGMA * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
 
 
+def least_noise(losses: Sequence[float] | Floats) -> float:
+    """What is no concern, whatever the noise seems to be: a small share of the loss."""
+    values = np.asarray(losses, float)
+    return max(_LEAST_NOISE * float(np.median(np.abs(values[np.isfinite(values)]))), _SMALLEST)
+
+
 def noise_of(losses: Sequence[float] | Floats) -> float:
     """Standard deviation of a single point, by the differences between neighbours: no trend disturbs them."""
     values = np.asarray(losses, float)
@@ -178,7 +187,7 @@ class _Fit:
             weighted = design * weights[:, None]
             coefficients: Floats = np.linalg.lstsq(weighted.T @ design, weighted.T @ losses, rcond=None)[0]
             residuals = losses - design @ coefficients
-            noise = max(spread(residuals), noise_of(losses), _LEAST_NOISE * float(np.median(np.abs(losses))), 1e-300)
+            noise = max(spread(residuals), noise_of(losses), least_noise(losses))
             weights = np.minimum(1.0, _HUBER * noise / np.maximum(np.abs(residuals), 1e-300))
         covariance: Floats = np.linalg.pinv(design.T @ (design * weights[:, None]))
         return cls(coefficients, covariance, noise)
