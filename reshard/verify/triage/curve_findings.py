@@ -30,7 +30,7 @@ _AT_ONCE = 0.5
 
 
 def examine_curve(
-    shape: Shape, learnt: float, *, updates_are_explained: bool, samples_go_on: bool, has_first_step: bool
+    shape: Shape, *, learnt: float, updates_are_explained: bool, samples_go_on: bool, has_first_step: bool
 ) -> Iterator[Finding]:
     """What fits the shape.
 

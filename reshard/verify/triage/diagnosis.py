@@ -45,6 +45,9 @@ from reshard.verify.triage.trend import FEWEST, fit_trend, least_noise, noise_of
 
 Rows = Sequence[TraceRow]
 
+_USUAL = 16
+"""Rows before the resume by which its loss is known."""
+
 _OF_UPDATES = (RATE, SCHEDULE, BATCH)
 
 
@@ -126,13 +129,18 @@ def diagnose(
         )
     compared, expectation = _expectation(before, after, reference, resume_step)
     shape = classify([row.step for row in compared], [row.loss for row in compared], expectation, resume_step)
-    is_its = checkpoint is not None and checkpoint.step in (None, resume_step)
-    held = examine_checkpoint(checkpoint, after) if checkpoint is not None and is_its else Evidence()
+    own = checkpoint if checkpoint is not None and checkpoint.step in (None, resume_step) else None
+    held = Evidence() if own is None else examine_checkpoint(own, after)
     columns = examine_columns(before, after, reference, rate_is_saved=SCHEDULE in held.in_order)
     if shape.name == MID_RUN and (found := _rate_break_at(shape, rows, reference)) is not None:
         columns.findings.append(found)
     findings = merge(
-        [*_findings(shape, before, after, columns, held), *_restorable(columns, checkpoint if is_its else None)]
+        [
+            *columns.findings,
+            *_of_curve(shape, before, after, columns, held, resume_step),
+            *_of_checkpoint(shape, columns, held),
+            *_restorable(columns, own),
+        ]
     )
     run = None if checkpoint is None else checkpoint.checkpoint.path
     return_to = where_to_return(shape, findings, run, resume_step)
@@ -190,22 +198,28 @@ def _rate_break_at(shape: Shape, rows: Rows, reference: Rows) -> Finding | None:
     return rate_finding(found, at_resume=False, is_known=is_known)
 
 
-def _findings(shape: Shape, before: Rows, after: Rows, columns: Evidence, held: Evidence) -> Iterator[Finding]:
-    yield from columns.findings
-    is_explained = any(each.piece in _OF_UPDATES for each in columns.findings)
-    learnt = before[0].loss - statistics.median([row.loss for row in before[-16:]]) if before else math.nan
-    of_curve = examine_curve(
+def _of_curve(
+    shape: Shape, before: Rows, after: Rows, columns: Evidence, held: Evidence, resume_step: int
+) -> Iterator[Finding]:
+    """What the shape points to; certain where the checkpoint lacks it, too."""
+    of_shape = examine_curve(
         shape,
-        learnt,
-        updates_are_explained=is_explained,
+        learnt=before[0].loss - statistics.median([row.loss for row in before[-_USUAL:]]) if before else math.nan,
+        updates_are_explained=any(each.piece in _OF_UPDATES for each in columns.findings),
         samples_go_on=POSITION in columns.in_order,
-        has_first_step=not before or after[0].step == before[-1].step + 1,
+        has_first_step=after[0].step == resume_step + 1,
     )
     lacking = {each.piece for each in held.findings if each.confidence != POSSIBLE}
-    for finding in of_curve:
-        told = (*finding.evidence, *_norms(finding, before, after))
+    for finding in of_shape:
         is_shown = finding.confidence == LIKELY and finding.piece in lacking
-        yield Finding(finding.piece, CERTAIN if is_shown else finding.confidence, told)
+        told = (*finding.evidence, *_norms(finding, before, after))
+        yield replace(finding, confidence=CERTAIN if is_shown else finding.confidence, evidence=told)
+    if shape.name in (SPIKE, PERSISTENT) and (found := averaging(before, after)) is not None:
+        yield found
+
+
+def _of_checkpoint(shape: Shape, columns: Evidence, held: Evidence) -> Iterator[Finding]:
+    """What the checkpoint shows, less what the columns show to be in order and what the shape does not need."""
     has_schedule = any(each.piece == SCHEDULE for each in columns.findings)
     for finding in held.findings:
         if finding.confidence == POSSIBLE and finding.piece in columns.in_order:
@@ -213,10 +227,7 @@ def _findings(shape: Shape, before: Rows, after: Rows, columns: Evidence, held: 
         if finding.piece == RANDOM and shape.name not in (SPIKE, PERSISTENT):
             continue
         # One change of the rate is one finding, whoever saw it.
-        piece = SCHEDULE if finding.piece == RATE and has_schedule else finding.piece
-        yield replace(finding, piece=piece)
-    if shape.name in (SPIKE, PERSISTENT) and (found := averaging(before, after)) is not None:
-        yield found
+        yield replace(finding, piece=SCHEDULE if finding.piece == RATE and has_schedule else finding.piece)
 
 
 def _norms(finding: Finding, before: Rows, after: Rows) -> Iterator[str]:
