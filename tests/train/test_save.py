@@ -495,3 +495,36 @@ def test_restored_state_is_in_one_order_on_every_rank(tmp_path: Path) -> None:
         for seed in ("1", "2")
     }
     assert len(listed) == 1
+
+
+def _save_after_an_evaluation(folder: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+    for wrapper in ("fsdp1", "fsdp2"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if wrapper == "fsdp1":
+            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            cpu = torch.device("cpu")
+            sharded = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True, mixed_precision=precision)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            sharded = fully_shard(model, mp_policy=policy)
+        state = reshard.TrainState(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+        sharded.eval()
+        with torch.no_grad():
+            sharded(torch.ones(2, 7))
+        path = reshard.save_state(f"{folder}/{wrapper}", state)
+        dist.barrier()
+        with reshard.open_checkpoint(path) as checkpoint:
+            for name, tensor in before.items():
+                saved = torch.as_tensor(checkpoint.read(f"model.{name}"))
+                assert saved.dtype == tensor.dtype
+                assert torch.equal(saved, tensor), (wrapper, name)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_low_precision_evaluation_before_a_save_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
+    """B62."""
+    run_ranks(2, _save_after_an_evaluation, str(tmp_path))
