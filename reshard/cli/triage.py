@@ -48,7 +48,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _run(args: argparse.Namespace) -> int:
     from reshard.verify.describe.describe import describe
-    from reshard.verify.traces.reading import read_runs
+    from reshard.verify.traces.reading import read_attempt_before, read_runs
     from reshard.verify.triage.diagnosis import diagnose
 
     check_picture(args.plot, force=args.force)
@@ -65,7 +65,13 @@ def _run(args: argparse.Namespace) -> int:
         if args.checkpoint is not None:
             description = describe(_checkpoint(args.checkpoint.expanduser(), args.resume_step))
             stack.enter_context(description.checkpoint)
-        diagnosis = diagnose(rows, args.resume_step, reference=others[0] if others else (), checkpoint=description)
+        diagnosis = diagnose(
+            rows,
+            args.resume_step,
+            reference=others[0] if others else (),
+            checkpoint=description,
+            attempt_before=read_attempt_before(args.trace, args.resume_step),
+        )
     if args.json:
         print_json(diagnosis.to_json())
     else:

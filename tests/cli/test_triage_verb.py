@@ -96,6 +96,25 @@ def test_a_reference_is_compared_step_by_step(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("jump_at", "told"),
+    [
+        (None, "this one went the same way, to 0"),
+        (RESUME + 1, "this one differs from the first of them on: other weights, samples or random numbers"),
+        (RESUME + 4, "this one went the same way up to step 103, so its updates differ, and not what was loaded"),
+    ],
+)
+def test_the_attempt_before_is_a_reference_for_as_far_as_it_got(
+    jump_at: int | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed at step 108."""
+    rows = [TraceRow(at, loss) for at, loss in enumerate(losses(), start=1)]
+    again = [TraceRow(row.step, row.loss + (0.5 if jump_at and row.step >= jump_at else 0.0)) for row in rows[RESUME:]]
+    (tmp_path / "t").write_text("".join(row.to_json_line() for row in [*rows[: RESUME + 8], *again]))
+    assert triage(tmp_path / "t", "--resume-step", RESUME) == (1 if jump_at else 0)
+    assert f"the attempt before had gone through steps 101 to 108: {told}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--resume-step", "250"], "no step after the resume: expected a step below 250, the last one, found 250"),

@@ -30,7 +30,7 @@ from reshard.verify.traces.csv_table import open_csv
 from reshard.verify.traces.json_table import LOG, open_json_lines, open_json_value
 from reshard.verify.traces.table import Table, rows_of
 from reshard.verify.traces.tensorboard import event_files, is_event_file, open_event_files
-from reshard.verify.traces.trace import TraceRow, read_trace
+from reshard.verify.traces.trace import TraceRow, read_superseded, read_trace
 
 
 def read_run(path: str | os.PathLike[str], columns: Mapping[str, str] | None = None) -> list[TraceRow]:
@@ -63,6 +63,17 @@ def read_runs(
         with _readable(path):
             runs.append(_rows(path, table, wanted))
     return runs
+
+
+def read_attempt_before(path: str | os.PathLike[str], resume_step: int) -> list[TraceRow]:
+    """The steps past a resume as the attempt before had them, of a trace of ours; none of another trainer's.
+
+    Raises:
+        UsageError: the trace cannot be read.
+    """
+    with _readable(path):
+        is_ours = Path(path).is_file() and _open(path, {}).is_ours
+    return read_superseded(path, resume_step) if is_ours else []
 
 
 def _rows(path: str | os.PathLike[str], table: Table, wanted: Mapping[str, str]) -> list[TraceRow]:

@@ -88,19 +88,40 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRow]:
     Raises:
         UsageError: the file cannot be read, or a line that is whole is not a row.
     """
+    return _read(path)[0]
+
+
+def read_superseded(path: str | os.PathLike[str], resume_step: int) -> list[TraceRow]:
+    """The steps past a resume as the attempt before had them, ascending: what its lines said until they were withdrawn.
+
+    Of several attempts that resumed there, the last that was withdrawn.
+
+    Raises:
+        UsageError: as `read_trace`.
+    """
+    return _read(path)[1].get(resume_step + 1, [])
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[list[TraceRow], dict[int, list[TraceRow]]]:
+    """The rows that count, and those that were withdrawn, by the step at which that was done."""
     rows: list[TraceRow] = []
+    withdrawn: dict[int, list[TraceRow]] = {}
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip() or _is_torn(line):
                     continue
                 row = _parse(line, f"{os.fspath(path)}:{number}")
-                while rows and rows[-1].step >= row.step:
-                    rows.pop()
+                kept = len(rows)
+                while kept and rows[kept - 1].step >= row.step:
+                    kept -= 1
+                if rows[kept:]:
+                    withdrawn[row.step] = rows[kept:]
+                    del rows[kept:]
                 rows.append(row)
     except OSError as error:
         raise UsageError(f"cannot read the trace: {error.strerror}", path=path, hint="check the path") from error
-    return rows
+    return rows, withdrawn
 
 
 def mend_trace(path: str | os.PathLike[str]) -> None:

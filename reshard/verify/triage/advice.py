@@ -1,23 +1,16 @@
-"""What to do about a diagnosis, and what else its reader should know."""
+"""What to do about a diagnosis, and from which step to go on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.errors import ReshardError
 from reshard.storage.steps import committed_steps, step_number
-from reshard.verify.describe.checklist import MISSING, holds_alone
-from reshard.verify.describe.describe import Description, describe
-from reshard.verify.traces.trace import TraceRow
+from reshard.verify.describe.checklist import MISSING
+from reshard.verify.describe.describe import describe
 from reshard.verify.triage.finding import POSSIBLE, WEIGHTS, Finding
-from reshard.verify.triage.shape import CONTINUOUS, LOW, MID_RUN, SPIKE, Shape
-
-_FEW_POINTS = 30
-"""Points after the resume below which a continuous loss says little."""
-
-_MOST_ATTEMPTS = 5
+from reshard.verify.triage.shape import CONTINUOUS, MID_RUN, SPIKE, Shape
 
 
 def complete_step(checkpoint: Path, at_most: int) -> int | None:
@@ -79,57 +72,3 @@ def advice(shape: Shape, findings: Sequence[Finding], return_to: int | None, has
     else:
         lines.append("then resume again, from a checkpoint that is sound and lacks nothing")
     return lines
-
-
-def attempts(rows: Sequence[TraceRow]) -> list[str]:
-    """Where the trace says that attempts began, a line each."""
-    return [
-        f"attempt {new.attempt} begins at step {new.step}: it resumed from step {old.step}"
-        for old, new in pairwise(rows)
-        if old.attempt != new.attempt
-    ]
-
-
-def notes_on_trace(
-    shape: Shape,
-    rows: Sequence[TraceRow],
-    compared: Sequence[TraceRow],
-    reference: Sequence[TraceRow],
-) -> Iterator[str]:
-    """What else there is to know of the curve.
-
-    Args:
-        shape: of the loss.
-        rows: all of the trace.
-        compared: those after the resume that were judged.
-        reference: a run that lost nothing.
-    """
-    if len(compared) < _FEW_POINTS:
-        told = f"{len(compared)} {'point' if len(compared) == 1 else 'points'} over {shape.seen_steps} steps"
-        yield f"only {told} after the resume: what is small or grows slowly shows after {_FEW_POINTS} points or more"
-    if compared[0].step not in {new.step for old, new in pairwise(rows) if old.attempt != new.attempt}:
-        yield from attempts(rows)[-_MOST_ATTEMPTS:]
-    if shape.name == LOW and shape.back is not None:
-        yield f"the loss comes up again at step {shape.back}, as where samples begin that the run had not seen"
-    if reference:
-        yield _equality(compared, {row.step: row.loss for row in reference})
-
-
-def _equality(after: Sequence[TraceRow], losses: dict[int, float]) -> str:
-    differences = [(row.step, abs(row.loss - losses[row.step])) for row in after if row.step in losses]
-    unequal = [(step, difference) for step, difference in differences if difference != 0]
-    if not unequal:
-        return f"bit-equal to the reference over {len(differences)} steps"
-    largest = max(difference for _, difference in unequal)
-    return f"not bit-equal to the reference: from step {unequal[0][0]} on, by {largest:.3g} at most"
-
-
-def notes_on_checkpoint(found: Description | None, resume_step: int) -> Iterator[str]:
-    """What else there is to know of the checkpoint."""
-    if found is None:
-        return
-    path = found.checkpoint.path
-    if (alone := holds_alone(found.checkpoint, found.parts)) is not None:
-        yield f"{path} holds {alone} alone: no run can resume from it"
-    if found.step is not None and found.step != resume_step:
-        yield f"{path} is of step {found.step}, not {resume_step}: nothing is held against it"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from reshard.errors import UsageError
 from reshard.verify.describe.describe import Description
 from reshard.verify.traces.trace import TraceRow
-from reshard.verify.triage.advice import advice, attempts, notes_on_checkpoint, notes_on_trace, where_to_return
+from reshard.verify.triage.advice import advice, where_to_return
 from reshard.verify.triage.checkpoint_findings import examine_checkpoint, holdings
 from reshard.verify.triage.column_findings import averaging, examine_columns, first_norm, rate_break, rate_finding
 from reshard.verify.triage.curve_findings import examine_curve
@@ -29,6 +29,7 @@ from reshard.verify.triage.finding import (
     Finding,
     merge,
 )
+from reshard.verify.triage.notes import attempts, notes_on_attempts, notes_on_checkpoint, notes_on_trace
 from reshard.verify.triage.reference import Reference
 from reshard.verify.triage.shape import (
     CONTINUOUS,
@@ -104,6 +105,7 @@ def diagnose(
     *,
     reference: Sequence[TraceRow] = (),
     checkpoint: Description | None = None,
+    attempt_before: Sequence[TraceRow] = (),
 ) -> Diagnosis:
     """Tells what a resume lost.
 
@@ -112,6 +114,7 @@ def diagnose(
         resume_step: the last step before the resume: that of the checkpoint.
         reference: the trace of a run that lost nothing, over some of the same steps.
         checkpoint: what the run resumed from.
+        attempt_before: the steps past the resume that the attempt before had gone through.
 
     Raises:
         UsageError: no step after the resume; none of them in the reference; or no reference, and too few before.
@@ -150,7 +153,11 @@ def diagnose(
         findings=findings,
         in_order=list({**held.in_order, **columns.in_order}.values()),
         silent=columns.silent,
-        notes=[*notes_on_trace(shape, rows, compared, reference), *notes_on_checkpoint(checkpoint, resume_step)],
+        notes=[
+            *notes_on_trace(shape, rows, compared, reference),
+            *notes_on_attempts(after, attempt_before, expectation.noise),
+            *notes_on_checkpoint(checkpoint, resume_step),
+        ],
         return_to=return_to,
         advice=advice(shape, findings, return_to, checkpoint is not None),
         expectation=expectation,
