@@ -122,7 +122,6 @@ def train(job: Job, device: torch.device) -> None:
         stop=stop,
     )
     checkpointer.resume(resume_from(settings.checkpoint.resume))
-    recovery = reshard.RecoveryMonitor(checkpointer, settings.trace)
     log.info("%s parameters, %s, %s", f"{parameter_count(model):,}", settings.train.precision, plan_line(plan))
 
     def compute_loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -165,7 +164,6 @@ def train(job: Job, device: torch.device) -> None:
                 )
                 bar.update()
                 bar.set_postfix(loss=f"{result.loss:.4f}", lr=f"{rates[0]:.2e}", norm=f"{norm:.2f}", refresh=False)
-                recovery.step(result.loss)
                 if checkpointer.step():
                     return
                 if state.step >= settings.train.steps:

@@ -151,6 +151,7 @@ def test_the_readme_submits_a_job(cluster: Cluster, tmp_path: Path) -> None:
     assert job.show("Command") == str(tmp_path / "runs" / "small" / "job.sbatch")
 
 
+@pytest.mark.slow
 def test_preempted_without_grace(cluster: Cluster, tmp_path: Path, reference: list[dict[str, Any]]) -> None:
     """SLURM requeues it by itself, and nobody does so again. torchrun here is not started by srun."""
     job = start(
@@ -180,6 +181,7 @@ def test_cancelled_by_its_user_it_stays_cancelled(cluster: Cluster, tmp_path: Pa
     assert job.show("Restarts") == "0"
 
 
+@pytest.mark.slow
 def test_nodes_with_different_numbers_of_gpus(
     cluster: Cluster, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:

@@ -291,6 +291,7 @@ def test_where_requeueing_is_off_a_chain_goes_on_until_it_is_cancelled(slurm: Sl
     assert slurm.finish(SLURM_JOB_ID="74")[0] == 75
 
 
+@pytest.mark.slow
 def test_without_an_answer_from_slurm_it_trains_and_says_what_to_do(slurm: Slurm) -> None:
     job = slurm.start()
     slurm.trains()
@@ -304,6 +305,7 @@ def test_without_an_answer_from_slurm_it_trains_and_says_what_to_do(slurm: Slurm
     assert slurm.state["committed_step"] == slurm.newest
 
 
+@pytest.mark.slow
 def test_a_controller_that_comes_back_is_waited_for(slurm: Slurm) -> None:
     job = slurm.start(wrap="--poll-s=2")
     slurm.trains()

@@ -53,6 +53,7 @@ def losses(rows: list[TraceRow]) -> list[float]:
     return [row.loss for row in rows]
 
 
+@pytest.mark.slow
 def test_fp16_with_a_scaler_on_two_replicas_goes_on_bit_for_bit(tmp_path: Path) -> None:
     changes = ["precision=fp16", "replicate=2", "exact=false", "micro_batch=auto", "max_micro_batch=3", "workers=0"]
     straight, output = train(tmp_path / "straight", 2, 6, *changes)
@@ -65,6 +66,7 @@ def test_fp16_with_a_scaler_on_two_replicas_goes_on_bit_for_bit(tmp_path: Path) 
     assert straight[0].scale == 65536.0
 
 
+@pytest.mark.slow
 def test_token_files_with_recomputed_activations(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 256, size=20_000, dtype=np.uint16)
     tokens.tofile(tmp_path / "tokens.bin")

@@ -156,7 +156,7 @@ def killed_after(folder: Path, mode: str, seconds: float) -> None:
     ("mode", "rounds"),
     [
         ("async", 4),
-        ("sync", 2),
+        pytest.param("sync", 2, marks=pytest.mark.slow),
         pytest.param("async", 25, marks=pytest.mark.slow),
         pytest.param("sync", 25, marks=pytest.mark.slow),
     ],

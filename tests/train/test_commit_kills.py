@@ -248,7 +248,6 @@ HISTORIES = {"new": (10, 20), "set back": (10, 20, 30, 40)}
     ("fault", "history", "stride"),
     [
         ("kill", "new", 1),
-        ("kill", "set back", 3),
         ("full once", "new", 3),
         ("full from then on", "set back", 3),
         *[

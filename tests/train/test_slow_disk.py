@@ -62,6 +62,6 @@ def save_and_load(folder: str, is_async: bool) -> Any:
     return {float(parameter.to_local().mean()) for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_other_ranks_wait_for_a_slow_disk(tmp_path: Path, is_async: bool) -> None:
     assert run_ranks(2, save_and_load, str(tmp_path), is_async) == [{3.0}, {3.0}]
