@@ -320,14 +320,17 @@ def record_fallback(run_dir: str | os.PathLike[str], step: int | None, resume_st
 
 
 def recorded_fallback(run_dir: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """The step that a run would go back to, and the one that it had resumed from; None where none is recorded.
+    """The step that a run would go back to, and the one that it had resumed from; None where none is there.
 
     Raises:
         StorageError: the file system refused.
     """
     for name in _names(run_dir):
         step = step_number(name.removeprefix(FALLBACK)) if name.startswith(FALLBACK) else None
-        if step is not None and (content := read_existing(Path(run_dir, name))) is not None and content.isdigit():
+        if step is None or not step_path(run_dir, step).is_dir():
+            continue
+        content = read_existing(Path(run_dir, name))
+        if content is not None and content.isdigit():
             return step, int(content)
     return None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.environment import Orders
-from reshard.errors import UsageError
+from reshard.errors import CheckpointNotFound, UsageError
 from reshard.storage.retention import record_fallback, recorded_fallback
 from reshard.storage.steps import step_path
 from reshard.train.checkpointer import Checkpointer
@@ -126,7 +126,11 @@ class RecoveryMonitor:
             self._losses = {row.step: row.loss for row in rows if row.step > self._resume_step}
         else:
             self._fallback = None
-        record_fallback(self._directory, self._fallback, self._resume_step)
+        try:
+            record_fallback(self._directory, self._fallback, self._resume_step)
+        except CheckpointNotFound:
+            # Removed this very moment, by hand or by another process.
+            self._fallback = None
 
     def _judge(self) -> Recovery:
         trend = fit_trend([row.step for row in self._before], [row.loss for row in self._before])

@@ -198,6 +198,17 @@ def test_a_crash_in_the_window_leaves_a_fallback_that_the_next_start_takes_over(
     assert not list((folder / "checkpoints").glob(f"{FALLBACK}*"))
 
 
+def test_a_step_to_go_back_to_that_was_deleted_by_hand_is_forgotten(folder: Path) -> None:
+    run, monitor = resumed(folder)
+    run.train(RESUME + 20, monitor)
+    shutil.rmtree(folder / "checkpoints" / "step-40")
+    again, monitor = resumed(folder)
+    again.spoil()
+    again.train(80 + WINDOW, monitor)
+    # Steps 20 and 60 went by keep_latest_k=1.
+    assert [(found.resume_step, found.return_to) for found in again.said] == [(80, None)]
+
+
 @pytest.mark.parametrize("window", [0, -1, 2.5, True, "200"])
 def test_what_is_no_window_is_refused(window: object, folder: Path) -> None:
     run = Run(folder)
