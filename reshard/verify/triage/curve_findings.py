@@ -42,8 +42,10 @@ def examine_curve(
         has_first_step: whether the first loss known is that of the very first step, before which there was no update.
     """
     if shape.name in (SPIKE, PERSISTENT):
-        above = _above if has_first_step else _above_after_some
-        yield from above(shape, learnt, updates_are_explained)
+        if has_first_step:
+            yield from _above(shape, learnt, updates_are_explained)
+        elif not updates_are_explained:
+            yield from _above_after_some(shape)
     elif shape.name == LOW and samples_go_on:
         told = f"{_low(shape)}; but the samples go on, and an epoch that ends or a rate that falls lowers the loss, too"
         yield Finding(POSITION, POSSIBLE, (told,))
@@ -70,10 +72,8 @@ def _above(shape: Shape, learnt: float, updates_are_explained: bool) -> Iterator
             yield Finding(WEIGHTS, POSSIBLE, (first,))
 
 
-def _above_after_some(shape: Shape, learnt: float, updates_are_explained: bool) -> Iterator[Finding]:
+def _above_after_some(shape: Shape) -> Iterator[Finding]:
     """Where the first steps are not in the trace, updates may have come before the first loss."""
-    if updates_are_explained:
-        return
     text = f"the first loss in the trace is {_deviation(shape.first, shape.first_sigmas)}, some steps after the resume"
     for piece in (WEIGHTS, MOMENTS):
         yield Finding(piece, POSSIBLE, (text,))
@@ -97,13 +97,15 @@ def _mid_run(shape: Shape, updates_are_explained: bool) -> Iterator[Finding]:
         )
         yield Finding(DATA, LIKELY, (told,))
         yield Finding(INSTABILITY, POSSIBLE, ("an update of the steps before it may have been too large",))
-    elif not math.isfinite(shape.peak):
-        yield Finding(INSTABILITY, LIKELY, (f"the loss is no number at step {shape.peak_step}",))
-        yield Finding(DATA, POSSIBLE, ("the samples of the steps before it may have begun it",))
-    else:
-        told = f"from {shape.onset_deviation:+.3g} at step {shape.onset} to {shape.peak:+.3g} at step {shape.peak_step}"
-        yield Finding(INSTABILITY, LIKELY, (f"the loss climbs over several steps, {told}",))
-        yield Finding(DATA, POSSIBLE, ("the samples of the steps before it may have begun it",))
+        return
+    told = f"the loss is no number at step {shape.peak_step}"
+    if math.isfinite(shape.peak):
+        climb = (
+            f"from {shape.onset_deviation:+.3g} at step {shape.onset} to {shape.peak:+.3g} at step {shape.peak_step}"
+        )
+        told = f"the loss climbs over several steps, {climb}"
+    yield Finding(INSTABILITY, LIKELY, (told,))
+    yield Finding(DATA, POSSIBLE, ("the samples of the steps before it may have begun it",))
 
 
 def _deviation(deviation: float, sigmas: float) -> str:

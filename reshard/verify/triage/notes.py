@@ -50,13 +50,12 @@ def notes_on_trace(
     if shape.name == LOW and shape.back is not None:
         yield f"the loss comes up again at step {shape.back}, as where samples begin that the run had not seen"
     if reference:
-        yield _equality(compared, {row.step: row.loss for row in reference})
+        yield _equality(_differences(compared, reference))
 
 
 def notes_on_attempts(after: Sequence[TraceRow], before: Sequence[TraceRow], noise: float) -> Iterator[str]:
     """Where the attempt before the resume had gone on beyond it: whether this one went the same way, and how long."""
-    losses = {row.step: row.loss for row in before}
-    shared = [(row.step, abs(row.loss - losses[row.step])) for row in after if row.step in losses]
+    shared = _differences(after, before)
     if not shared:
         return
     text = f"the attempt before had gone through steps {shared[0][0]} to {shared[-1][0]}: this one "
@@ -71,8 +70,13 @@ def notes_on_attempts(after: Sequence[TraceRow], before: Sequence[TraceRow], noi
         yield f"{text}went the same way up to step {apart[0] - 1}, so its updates differ, and not what was loaded"
 
 
-def _equality(after: Sequence[TraceRow], losses: dict[int, float]) -> str:
-    differences = [(row.step, abs(row.loss - losses[row.step])) for row in after if row.step in losses]
+def _differences(rows: Sequence[TraceRow], others: Sequence[TraceRow]) -> list[tuple[int, float]]:
+    """(step, absolute difference of the losses) of the steps that both have."""
+    losses = {row.step: row.loss for row in others}
+    return [(row.step, abs(row.loss - losses[row.step])) for row in rows if row.step in losses]
+
+
+def _equality(differences: Sequence[tuple[int, float]]) -> str:
     unequal = [(step, difference) for step, difference in differences if difference != 0]
     if not unequal:
         return f"bit-equal to the reference over {len(differences)} steps"

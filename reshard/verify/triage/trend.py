@@ -183,11 +183,12 @@ class _Fit:
     def of(cls, steps: Floats, losses: Floats) -> _Fit:
         design = _design(steps)
         weights = np.ones(len(losses))
+        least = max(noise_of(losses), least_noise(losses))
         for _ in range(_ROUNDS):
             weighted = design * weights[:, None]
             coefficients: Floats = np.linalg.lstsq(weighted.T @ design, weighted.T @ losses, rcond=None)[0]
             residuals = losses - design @ coefficients
-            noise = max(spread(residuals), noise_of(losses), least_noise(losses))
+            noise = max(spread(residuals), least)
             weights = np.minimum(1.0, _HUBER * noise / np.maximum(np.abs(residuals), 1e-300))
         covariance: Floats = np.linalg.pinv(design.T @ (design * weights[:, None]))
         return cls(coefficients, covariance, noise)
